@@ -22,7 +22,7 @@ from ..masks.encoding import decode_mask, encode_mask
 from ..scheduling.schedule import Schedule
 from .autograd import attention_backward, attention_forward
 from .known import KnownCall, known_for
-from .operators import define_operator
+from .operators import define_operator, formula
 
 TENSORS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? dropout_seed, Tensor? alibi_slopes, Tensor? mask_tensor"
 MORE_TENSORS = TENSORS.count("Tensor?")
@@ -194,24 +194,7 @@ def packed_of(arguments: Any) -> Packed | None:
 _decoded = lru_cache(maxsize=1024, typed=True)(decode_mask)
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, ctx.choices = inputs[: 4 + MORE_TENSORS], inputs[4 + MORE_TENSORS :]
-    ctx.save_for_backward(*output, *tensors)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    unused = (None,) * (MORE_TENSORS + len(ctx.choices))
-    out, lse, q, k, v, sinks, *others = ctx.saved_tensors
-    if dout is None:
-        if dlse is None:
-            return (None,) * 4 + unused
-        dout = torch.zeros_like(out)  # only the LSE was used
-    run = _operator(others[MORE_TENSORS - 1], backward=True)
-    dq, dk, dv, dsinks = run(dout, dlse, out, lse, q, k, v, sinks, *others, *ctx.choices)
-    return dq, dk, dv, None if sinks is None else dsinks, *unused
-
-
+FORMULA = formula(lambda matrix: _operator(matrix, backward=True), tensors=4 + MORE_TENSORS)
 for name, tags in (("attention", ()), ("attention_of_matrix", (torch.Tag.cudagraph_unsafe,))):
-    define_operator(name + FORWARD, _run, _shapes, (_differentiate, _keep_for_backward), tags)
+    define_operator(name + FORWARD, _run, _shapes, FORMULA, tags)
     define_operator(f"{name}_backward{BACKWARD}", _run_backward, _shapes_backward, tags=tags)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...attention.operators import define_operator, formula
 from ...attention.torch_ops import check_version, empty_gradients, empty_results, schedule_text
 from ...call.call import Call, Given, Grads, Saved
 from ...call.options import choose_mask
@@ -82,16 +83,14 @@ def _rank(q: Tensor, k: Tensor, v: Tensor, rest: Sequence[Any], backward_of: int
     return rank, Call(q, k, v, rank.part.options, None, asked.given.sinks, asked.given.modifiers)
 
 
-@torch.library.custom_op("dash_attn::context_parallel_attention", mutates_args=(), schema=FORWARD)
-def attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The last result is the number of the call, on the host, for its backward."""
     rank, call = _rank(q, k, v, rest)
     out, lse = rank.forward(call)
     return out, lse, torch.tensor(rank.number, device="cpu")
 
 
-@torch.library.custom_op("dash_attn::context_parallel_attention_backward", mutates_args=(), schema=BACKWARD)
-def backward(
+def _run_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, number: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The last result is empty where there are no sinks: an operator returns tensors only."""
@@ -100,27 +99,14 @@ def backward(
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
-@attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return *empty_results(q, v.shape[-1]), torch.empty((), dtype=torch.int64, device="cpu")
 
 
-@backward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _shapes_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return empty_gradients(*arguments[5:9])
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.choices = inputs[TENSORS:]
-    ctx.save_for_backward(*output, *inputs[:TENSORS])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    out, *rest, sinks, seeds, slopes = ctx.saved_tensors
-    tensors = torch.zeros_like(out) if dout is None else dout, dlse, out, *rest, sinks, seeds, slopes
-    dq, dk, dv, dsinks = torch.ops.dash_attn.context_parallel_attention_backward(*tensors, *ctx.choices)
-    return dq, dk, dv, None if sinks is None else dsinks, *(None,) * (2 + len(ctx.choices))
-
-
-attention.register_autograd(_differentiate, setup_context=_keep_for_backward)
+FORMULA = formula(lambda _: torch.ops.dash_attn.context_parallel_attention_backward, TENSORS, alone=False)
+define_operator(f"context_parallel_attention{FORWARD}", _run, _shapes, FORMULA)
+define_operator(f"context_parallel_attention_backward{BACKWARD}", _run_backward, _shapes_backward)
