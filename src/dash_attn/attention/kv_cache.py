@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..backends import resolve
 from ..call.kv_cache import CacheCall, check_cache
-from ..call.offsets import SequenceOffsets
+from ..call.offsets import Packed, SequenceOffsets
 from ..call.options import AttentionOptions, BackendName, Choices, choose_mask, is_zero, options_for
 from ..call.tensor_checks import check_flags, check_strided
 from ..masks import Mask, is_whole
@@ -144,10 +144,8 @@ def _known_of(tensors: tuple[Any, ...], first_position: Any, window_size: Any, *
     return known_for(there, *[x is None for x in tensors], *window_size, *choices, of=KnownCacheCall)
 
 
-def _run(
-    call: CacheCall, packed: tuple[Tensor, Tensor, int, int] | None, choices: Choices, known: KnownCall | None = None
-) -> tuple[Tensor, Tensor]:
-    """Output and LSE. packed: SequenceOffsets' fields."""
+def _run(call: CacheCall, packed: Packed | None, choices: Choices, known: KnownCall | None = None) -> tuple[Tensor, Tensor]:
+    """Output and LSE."""
     if is_traced(*(x for x in (*call, *(packed or ())) if isinstance(x, Tensor))):
         check_strided(q=call.q, k_cache=call.k_cache, v_cache=call.v_cache)
         return run_traced(call, packed, choices)
@@ -192,11 +190,10 @@ def attention_of_pages(
     v: Tensor,
     sinks: Tensor | None,
     block_table: Tensor,
-    packed: tuple[Tensor, Tensor, int, int],
+    packed: Packed,
     choices: Choices,
 ) -> tuple[Tensor, Tensor]:
-    """flash_attn_varlen_func with a block table: output and LSE. packed: SequenceOffsets' fields; of those of the keys only the lengths
-    count."""
+    """flash_attn_varlen_func with a block table: output and LSE. Of the keys' offsets only the lengths count."""
     _refuse_choices(choices)
     refuse_gradients(q=q, k=k, v=v, sinks=sinks)
     if not torch.compiler.is_compiling():
@@ -244,8 +241,8 @@ class CacheArguments(NamedTuple):
     version: int
 
 
-def run_traced(call: CacheCall, offsets: tuple[Tensor, Tensor, int, int] | None, choices: Choices) -> tuple[Tensor, Tensor]:
-    """The operator. offsets: SequenceOffsets' fields."""
+def run_traced(call: CacheCall, offsets: Packed | None, choices: Choices) -> tuple[Tensor, Tensor]:
+    """The operator."""
     places = *_in_schema(call.cache_seqlens), call.cache_batch_idx, call.cache_leftpad, call.block_table, *_in_schema(call.first_position)
     mask = encode_mask(choose_mask(choices.mask, choices.causal, choices.window_size))
     chosen = *mask, choices.softmax_scale, choices.softcap, choices.backend

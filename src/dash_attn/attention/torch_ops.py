@@ -141,13 +141,13 @@ def _read(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Argu
     matrix, packed, given = arguments.mask_tensor, packed_of(arguments), Given(sinks, arguments.dropout_seed, arguments.alibi_slopes)
     if (arguments.mask == BY_TENSOR) != (matrix is not None):
         raise ValueError(f"mask {BY_TENSOR!r} and mask_tensor come together; got mask {arguments.mask[:80]!r}")
-    scale = q.shape[-1] ** -0.5 if arguments.scale is None else arguments.scale
-    symbols = has_symbols(*arguments.mask_sizes, scale, arguments.softcap, arguments.head_offset, arguments.dropout_p)
+    numbers = arguments.scale, arguments.softcap, arguments.head_offset, arguments.dropout_p
+    symbols = has_symbols(*q.shape[-1:], *arguments.mask_sizes, *numbers)
     choices = Choices(softmax_scale=1.0)
     if not symbols:
         mask = _decoded(arguments.mask, tuple(arguments.mask_sizes)) if matrix is None else matrix if runs or packed else Full()
         others = {name: getattr(arguments, name) for name in CHOSEN}
-        choices = Choices(mask, softmax_scale=scale, alibi=given.alibi_slopes is not None, **others)
+        choices = Choices(mask, softmax_scale=arguments.scale, alibi=given.alibi_slopes is not None, **others)
     options, offsets, elements = options_of(q, k, v, sinks, choices, packed)
     if matrix is not None and not runs:
         check_mask_tensor(matrix, q, k)
