@@ -34,9 +34,10 @@ from dash_attn.backends.hopper.calls.kernel_names import Variant, backward_kerne
 from dash_attn.backends.hopper.calls.tables import mask_kind
 from dash_attn.backends.hopper.support import DTYPES
 from dash_attn.backends.hopper.tiles import CONSUMER_CHOICES
+from dash_attn.call.call import Given
 from dash_attn.call.options import Choices
 from dash_attn.distributed import context_parallel_attention
-from dash_attn.distributed.context.asked import Asked, Given, Sharing
+from dash_attn.distributed.context.asked import Asked
 from dash_attn.distributed.context.of_rank import OfRank
 from dash_attn.distributed.hosts import ATTENTION, Hosts
 from dash_attn.distributed.peers import Peers
@@ -257,7 +258,7 @@ def costs_of_rank(_: int) -> dict[str, float | None]:
 
     microseconds(compare, WARM_UP)
     microseconds(call, WARM_UP)
-    asked = Asked(q, k, v, Given(), Choices(causal=True), Sharing("zigzag", 1, None), peers.count)
+    asked = Asked(q, k, v, Given(), Choices(causal=True), "zigzag")
     found: dict[str, float | None] = {"comparison": median(microseconds(compare, COMPARISONS))}
     found["agreement on a call"] = median(microseconds(lambda: OfRank.agreed(asked, peers, True), COMPARISONS))
     found["its own checks alone"] = median(microseconds(lambda: asked.part(peers.rank, True), COMPARISONS))

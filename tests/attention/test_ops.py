@@ -319,3 +319,10 @@ def test_exported_programs_hold_the_operator() -> None:
     assert "dash_attn.attention" in str(program.graph)
     longer = torch.randn(2, 131, 32)
     assert same_bits(program.module()(longer), model(longer))
+
+
+def test_an_operator_refuses_heads_of_no_dim_in_our_words() -> None:
+    """The scale that it would compute of them does not exist."""
+    q, k, v = leaves_of((2, 9, 4, 0), (2, 9, 2, 0), (2, 9, 2, 0))
+    with pytest.raises(ValueError, match="there must be at least one head and one head dim"):
+        torch.ops.dash_attn.attention(q, k, v, None, None, None, None, None, None, 0, 0, "full", [], None, *CHOICES[1:])

@@ -161,7 +161,7 @@ def test_on_the_gpu_lengths_are_not_read_on_the_host(monkeypatch: pytest.MonkeyP
     """Fake tensors have no values: whoever reads one gets an error."""
     backend = Recorder()
     monkeypatch.setattr("dash_attn.backends.run.backend_for", lambda name, device: backend)
-    monkeypatch.setattr("dash_attn.attention.varlen.is_traced", lambda *_: False)  # or fake tensors would not come as far as a backend
+    monkeypatch.setattr("dash_attn.attention.functions.is_traced", lambda *_: False)  # or fake tensors would not come as far as a backend
     with FakeTensorMode():
         x = torch.empty(12, 2, 64, dtype=torch.bfloat16, device="cuda")
         cu = torch.empty(3, dtype=torch.int32, device="cuda")

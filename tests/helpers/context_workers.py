@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dash_attn.call.call import Given
 from dash_attn.distributed import context_parallel_attention, shard
 from dash_attn.distributed.context import of_rank
-from dash_attn.distributed.context.asked import Given
 from dash_attn.distributed.context.mail import Keys
 from dash_attn.distributed.context.of_rank import BackwardPass, Gradients, OfRows, RowBackward, Rows
 from dash_attn.distributed.context.shared_call import OwnDocument, SharedCall

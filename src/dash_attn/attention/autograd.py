@@ -10,7 +10,6 @@ from ..backends import run
 from ..call.call import Call, Gradients, Grads, Modifiers, Saved, no_pairs
 from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions
-from .call_log import LOG_CALLS, log_call
 from .observers import observers, tell_observers
 from .pytorch import alert_if_unordered
 
@@ -19,8 +18,6 @@ def attention_forward(call: Call) -> Saved:
     if not call.options.ordered:
         alert_if_unordered()
     saved = run.forward(call)
-    if LOG_CALLS and not no_pairs(call):
-        log_call(call)
     if observers and not no_pairs(call):
         tell_observers(call)
     return saved
@@ -32,7 +29,7 @@ def attention_backward(call: Call, saved: Saved, grads: Grads) -> Gradients:
     return run.backward(call, saved, grads)
 
 
-ANEW = SimpleNamespace(forward=attention_forward, backward=attention_backward)  # for calls that are not known
+ANEW = SimpleNamespace(forward=attention_forward, backward=attention_backward, alone=True)  # for calls that are not known
 
 
 def _as_recomputed(modifiers: Modifiers | None, saved: list[Tensor | None]) -> Modifiers | None:
@@ -64,7 +61,8 @@ class FirstGradientsOnly(torch.autograd.Function):
 class Attention(torch.autograd.Function):
     """Attention.apply(q, k, v, sinks, options, offsets, modifiers) -> (out, lse). Differentiable once, through both.
 
-    A last argument runs the passes: a KnownCall, where there is one.
+    A last argument runs the passes: a KnownCall, where there is one, or a rank that is not alone. Such a rank sees with the others whether
+    all have what they saved, and leaves out nothing that others wait for.
     """
 
     @staticmethod
@@ -89,12 +87,12 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, lse, *others = ctx.saved_tensors
+        options, offsets, modifiers, passes = ctx.rest
+        q, k, v, sinks, out, lse, *others = ctx.saved_tensors if passes.alone else passes.saved(ctx)
         if dout is None:
-            if dlse is None:
+            if dlse is None and passes.alone:
                 return (None,) * 8
             dout = torch.zeros_like(out)  # only the LSE was used
-        options, offsets, modifiers, passes = ctx.rest
         call = Call(q, k, v, options, offsets, sinks, _as_recomputed(modifiers, others))
         gradients: tuple[Tensor | None, ...]
         if not torch.is_grad_enabled():

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
-from ..call.boolean_masks import seen_mask, take_mask
-from ..call.call import modifiers_of, with_elements
-from ..call.options import Accumulation, AttentionOptions, BackendName, Choices, check_determinism, check_dropout, options_for
-from ..call.tensor_checks import check_flags, check_sinks, check_strided, check_tensors
+from ..call.boolean_masks import seen_mask
+from ..call.call import Given, options_of, sequences_in, with_elements
+from ..call.offsets import Packed
+from ..call.options import Accumulation, BackendName, Choices, check_options
+from ..call.tensor_checks import check_strided
 from ..masks import BooleanMask, Mask
 from ..scheduling.generators import ScheduleName
 from ..scheduling.schedule import Schedule
@@ -95,49 +96,28 @@ def flash_attn_func(  # type: ignore[misc]  # positional choices are FlashAttent
     if known is not None and known.options is not None:
         out, lse = known.attention(q, k, v, None, seen)
     else:
-        check_flags(return_attn_probs=return_attn_probs, return_lse=return_lse)
-        check_determinism(deterministic, accumulation)
-        out, lse = new_attention(q, k, v, sinks, choices, dropout_seed, alibi_slopes, known)
+        check_options(choices, deterministic=deterministic, return_attn_probs=return_attn_probs, return_lse=return_lse)
+        out, lse = new_attention(q, k, v, Given(sinks, dropout_seed, alibi_slopes), choices, known)
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out
 
 
 def new_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    choices: Choices,
-    dropout_seed: Tensor | None,
-    alibi_slopes: Tensor | None,
-    known: KnownCall | None,
+    q: Tensor, k: Tensor, v: Tensor, given: Given, choices: Choices, known: KnownCall | None, packed: Packed | None = None
 ) -> tuple[Tensor, Tensor]:
     """Of a call that is looked at for the first time, or each time anew."""
-    check_dropout(choices.dropout_p)
-    if is_traced(q, k, v, sinks, dropout_seed, alibi_slopes, choices.mask if isinstance(choices.mask, Tensor) else None):
+    ends = () if packed is None else packed[:2]
+    if is_traced(q, k, v, *given, *ends, choices.mask):
         check_strided(q=q, k=k, v=v)
-        modifiers = modifiers_of(q, q.shape[0], choices.dropout_p, dropout_seed, alibi_slopes)
-        return traced_attention(q, k, v, sinks, None, choices, modifiers)
-    options, elements = options_of(q, k, v, sinks, choices)
-    modifiers = modifiers_of(q, q.shape[0], choices.dropout_p, dropout_seed, alibi_slopes)
+        if packed is not None:
+            check_strided(cu_seqlens_q=packed[0], cu_seqlens_k=packed[1])
+        return traced_attention(q, k, v, given.drawn(q, sequences_in(q, packed), choices.dropout_p), packed, choices)
+    options, offsets, elements = options_of(q, k, v, given.sinks, choices, packed)
+    modifiers = given.drawn(q, sequences_in(q, packed), choices.dropout_p).modifiers
     if known is not None and modifiers is None:
         known.options = options
-        return known.attention(q, k, v, None, elements)
+        return known.attention(q, k, v, offsets, elements)
     modifiers = with_elements(modifiers, elements)
-    result: tuple[Tensor, Tensor] = Attention.apply(q, k, v, sinks, options, None, modifiers)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor] = Attention.apply(q, k, v, given.sinks, options, offsets, modifiers)  # type: ignore[no-untyped-call]
     return result
-
-
-def options_of(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, choices: Choices) -> tuple[AttentionOptions, BooleanMask | None]:
-    """The options of a call of these tensors; everything is checked that can be without a plan. And the elements of a boolean mask."""
-    check_tensors(q, k, v)
-    check_sinks(sinks, q)
-    elements = None
-    if choices.mask is not None:
-        mask, elements = take_mask(choices.mask, q, k)
-        choices = choices._replace(mask=mask)
-    options = options_for(choices, q.shape[-1])
-    if options.mask.sides is None:  # others fit any lengths
-        options.mask.check(q.shape[1], k.shape[1])
-    return options, elements

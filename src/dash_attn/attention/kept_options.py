@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..call.options import Choices, check_determinism, check_dropout, in_words, options_for, text_of
+from ..call.options import Choices, check_options, in_words, options_for, text_of
 from ..masks import BooleanMask, Full
 
 
@@ -14,20 +14,17 @@ def kept_options(options: dict[str, Any], dropout_p: float = 0.0) -> dict[str, A
     dropout_p comes apart from the options: some of them refuse any dropout, and a model that is not in training has none.
     """
     kept = {**options, "schedule": text_of(options["schedule"])} if "schedule" in options else options
-    check_dropout(dropout_p)
-    check_determinism(kept.get("deterministic", False), kept.get("accumulation", "ordered"))
     choices = {name: value for name, value in kept.items() if name in Choices._fields}
     if isinstance(choices.get("mask"), (Tensor, BooleanMask)):
         choices["mask"] = Full()  # a matrix is looked at with the tensors that it is for
-    options_for(Choices(**choices), head_dim=1)
+    chosen = Choices(**choices)
+    check_options(chosen._replace(dropout_p=dropout_p), deterministic=kept.get("deterministic", False))
+    options_for(chosen, head_dim=1)
     return kept
 
 
 def options_in_words(options: dict[str, Any]) -> str:
     """name=value, name=value; a schedule that was given by its name."""
-    shown = {**options, "schedule": _name(options["schedule"])} if "schedule" in options else options
+    schedule = options.get("schedule")
+    shown = {**options, "schedule": in_words(schedule)} if isinstance(schedule, str) else options
     return ", ".join(f"{name}={value!r}" for name, value in shown.items())
-
-
-def _name(schedule: Any) -> Any:
-    return in_words(schedule) if isinstance(schedule, str) else schedule

@@ -19,8 +19,7 @@ from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions, Choices
 from ..masks import BooleanMask, Mask
 from .autograd import Attention, attention_backward, attention_forward
-from .call_log import LOG_CALLS, log_cache_call
-from .observers import observers
+from .observers import LOG_CALLS, log_cache_call, observers
 
 MOST_KNOWN, MOST_OF_A_MASK = 1024, 16
 
@@ -29,6 +28,7 @@ class KnownCall:
     """All calls of these shapes and choices. `options` are there once one of them has passed all checks."""
 
     __slots__ = ("options", "prepared", "prepared_backward")
+    alone = True
     run_new: Callable[[Any], Saved] = staticmethod(attention_forward)
     prepare: Callable[[Any], Callable[[], Prepared | None] | None] = staticmethod(run.prepared)
 
@@ -51,7 +51,7 @@ class KnownCall:
 
     def forward(self, call: Call | CacheCall) -> Saved:
         prepared = self.prepared()
-        saved = None if prepared is None or observers or LOG_CALLS else prepared.forward(call)
+        saved = None if prepared is None or observers else prepared.forward(call)
         if saved is None:
             saved = self.run_new(call)
             if prepared is None and self.prepared is not _nothing:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..backends import resolve
 from ..call.kv_cache import CacheCall, check_cache
-from ..call.offsets import SequenceOffsets
+from ..call.offsets import Packed, SequenceOffsets
 from ..call.options import AttentionOptions, BackendName, Choices, choose_mask, is_zero, options_for
 from ..call.tensor_checks import check_flags, check_strided
 from ..masks import Mask, is_whole
@@ -23,7 +23,7 @@ from ..masks.encoding import decode_mask, encode_mask
 from .known import KnownCacheCall, KnownCall, attend, has_gradient, known_for
 from .pytorch import is_traced, refuse_transforms
 from .signatures import CacheKeywords, OutAndLse
-from .torch_ops import check_version, empty_results, has_symbols, offsets_of
+from .torch_ops import check_version, empty_results, has_symbols, packed_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -115,35 +115,23 @@ def flash_attn_with_kvcache(  # type: ignore[misc]  # positional choices are Fla
     check_flags(return_softmax_lse=return_softmax_lse, rotary_interleaved=rotary_interleaved)
     refuse_unsupported(rotary_cos, rotary_sin, alibi_slopes, num_splits)
     refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, sinks=sinks)
-    call = CacheCall(
-        q,
-        k_cache,
-        v_cache,
-        k=k,
-        v=v,
-        sinks=sinks,
-        cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad,
-        block_table=block_table,
-        first_position=first_position,
-    )
+    call = CacheCall(q, k_cache, v_cache, None, k, v, sinks, *tensors[5:], first_position)  # type: ignore[arg-type]
     choices = Choices(causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, backend=backend)
-    out, lse = _run(with_lengths(call, cache_seqlens), None, choices, known)
+    out, lse = _run(with_lengths(call), None, choices, known)
     return (out, lse) if return_softmax_lse else out
 
 
-def with_lengths(call: CacheCall, cache_seqlens: int | Tensor | None) -> CacheCall:
+def with_lengths(call: CacheCall) -> CacheCall:
     """Without lengths every slot is in use."""
     if (call.k is None) != (call.v is None):
         raise ValueError(f"k and v must be given together; got {'v' if call.k is None else 'k'} alone")
-    if cache_seqlens is None:
-        if call.k is not None:
-            raise ValueError("k and v are appended behind the keys in use: cache_seqlens must say how many there are; got None")
-        check_strided(k_cache=call.k_cache)
-        cache_seqlens, table = call.k_cache.shape[1] if call.k_cache.ndim == 4 else 0, call.block_table
-        if isinstance(table, Tensor) and table.ndim == 2:
-            cache_seqlens *= table.shape[1]
-    return call._replace(cache_seqlens=cache_seqlens)
+    if call.cache_seqlens is not None:
+        return call
+    if call.k is not None:
+        raise ValueError("k and v are appended behind the keys in use: cache_seqlens must say how many there are; got None")
+    check_strided(k_cache=call.k_cache)
+    slots, table = call.k_cache.shape[1] if call.k_cache.ndim == 4 else 0, call.block_table
+    return call._replace(cache_seqlens=slots * table.shape[1] if isinstance(table, Tensor) and table.ndim == 2 else slots)
 
 
 def _known_of(tensors: tuple[Any, ...], first_position: Any, window_size: Any, *choices: Any) -> KnownCall | None:
@@ -156,10 +144,8 @@ def _known_of(tensors: tuple[Any, ...], first_position: Any, window_size: Any, *
     return known_for(there, *[x is None for x in tensors], *window_size, *choices, of=KnownCacheCall)
 
 
-def _run(
-    call: CacheCall, packed: tuple[Tensor, Tensor, int, int] | None, choices: Choices, known: KnownCall | None = None
-) -> tuple[Tensor, Tensor]:
-    """Output and LSE. packed: SequenceOffsets' fields."""
+def _run(call: CacheCall, packed: Packed | None, choices: Choices, known: KnownCall | None = None) -> tuple[Tensor, Tensor]:
+    """Output and LSE."""
     if is_traced(*(x for x in (*call, *(packed or ())) if isinstance(x, Tensor))):
         check_strided(q=call.q, k_cache=call.k_cache, v_cache=call.v_cache)
         return run_traced(call, packed, choices)
@@ -204,11 +190,10 @@ def attention_of_pages(
     v: Tensor,
     sinks: Tensor | None,
     block_table: Tensor,
-    packed: tuple[Tensor, Tensor, int, int],
+    packed: Packed,
     choices: Choices,
 ) -> tuple[Tensor, Tensor]:
-    """flash_attn_varlen_func with a block table: output and LSE. packed: SequenceOffsets' fields; of those of the keys only the lengths
-    count."""
+    """flash_attn_varlen_func with a block table: output and LSE. Of the keys' offsets only the lengths count."""
     _refuse_choices(choices)
     refuse_gradients(q=q, k=k, v=v, sinks=sinks)
     if not torch.compiler.is_compiling():
@@ -256,8 +241,8 @@ class CacheArguments(NamedTuple):
     version: int
 
 
-def run_traced(call: CacheCall, offsets: tuple[Tensor, Tensor, int, int] | None, choices: Choices) -> tuple[Tensor, Tensor]:
-    """The operator. offsets: SequenceOffsets' fields."""
+def run_traced(call: CacheCall, offsets: Packed | None, choices: Choices) -> tuple[Tensor, Tensor]:
+    """The operator."""
     places = *_in_schema(call.cache_seqlens), call.cache_batch_idx, call.cache_leftpad, call.block_table, *_in_schema(call.first_position)
     mask = encode_mask(choose_mask(choices.mask, choices.causal, choices.window_size))
     chosen = *mask, choices.softmax_scale, choices.softcap, choices.backend
@@ -296,7 +281,8 @@ def _read(tensors: tuple[Tensor, ...], arguments: CacheArguments) -> CacheCall:
     lengths = arguments.cache_length if arguments.cache_seqlens is None else arguments.cache_seqlens
     positions = arguments.first_position if arguments.first_positions is None else arguments.first_positions
     rest = {name: getattr(arguments, name) for name in ("sinks", "cache_batch_idx", "cache_leftpad", "block_table")}
-    offsets = offsets_of(arguments)
+    packed = packed_of(arguments)
+    offsets = None if packed is None else SequenceOffsets(*packed)
     call = CacheCall(q, k_cache, v_cache, k=k, v=v, cache_seqlens=lengths, first_position=positions, offsets=offsets, **rest)
     check_cache(call)
     scale = q.shape[-1] ** -0.5 if arguments.scale is None else arguments.scale

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch._library.autograd import Info, make_autograd_impl
 
@@ -36,6 +37,30 @@ def define_operator(
         return differentiate(keys, *given) if has_gradient or not _only_runs(keys.raw_repr()) else run(*given)
 
     LIBRARY.impl(name, _disable_dynamo(enter), "Autograd", with_keyset=True)
+
+
+def formula(backward: Callable[[Any], Any], tensors: int, alone: bool = True) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The backward of an operator that gives output and LSE, and what keeps its inputs. The first of these are so many tensors: q, k, v,
+    sinks and others.
+
+    backward: gives the operator for the last of these tensors. alone: nobody waits for a backward in which there is nothing to do.
+    """
+
+    def differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        (out, *saved), unused = ctx.saved_tensors, (None,) * (tensors - 4 + len(ctx.choices))
+        if dout is None:
+            if dlse is None and alone:
+                return (None,) * 4 + unused
+            dout = torch.zeros_like(out)  # only the LSE was used
+        dq, dk, dv, dsinks = backward(saved[-1])(dout, dlse, out, *saved, *ctx.choices)
+        return dq, dk, dv, None if saved[3 - tensors] is None else dsinks, *unused
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.choices = inputs[tensors:]
+        ctx.save_for_backward(*output, *inputs[:tensors])
+        ctx.set_materialize_grads(False)
+
+    return differentiate, keep
 
 
 @lru_cache

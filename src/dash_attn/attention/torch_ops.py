@@ -6,7 +6,6 @@ have no rule for the operator (DTensor) raise.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,17 +13,16 @@ import torch
 from torch import SymFloat, SymInt, Tensor
 
 from ..backends import resolve
-from ..call.boolean_masks import check_mask_tensor, take_mask
-from ..call.call import Call, Grads, Modifiers, Saved, with_elements
-from ..call.offsets import SequenceOffsets
-from ..call.options import AttentionOptions, Choices, choose_mask, refuse_given_schedule, text_of
-from ..call.tensor_checks import check_seeds, check_sinks, check_slopes, check_tensors
-from ..masks import check_mask
+from ..call.boolean_masks import check_mask_tensor
+from ..call.call import Call, Given, Grads, Saved, options_of, sequences_in, with_elements
+from ..call.offsets import Packed, SequenceOffsets
+from ..call.options import Choices, choose_mask, text_of
+from ..masks import Full
 from ..masks.encoding import decode_mask, encode_mask
 from ..scheduling.schedule import Schedule
 from .autograd import attention_backward, attention_forward
 from .known import KnownCall, known_for
-from .operators import define_operator
+from .operators import define_operator, formula
 
 TENSORS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? dropout_seed, Tensor? alibi_slopes, Tensor? mask_tensor"
 MORE_TENSORS = TENSORS.count("Tensor?")
@@ -32,6 +30,7 @@ CHOICES = (
     f"{TENSORS}, SymInt max_seqlen_q, SymInt max_seqlen_k, str mask, SymInt[] mask_sizes, float? scale, float softcap,"
     " str schedule, str accumulation, str backend, SymInt head_offset, float dropout_p, int version"
 )
+CHOSEN = ("softcap", "schedule", "accumulation", "backend", "head_offset", "dropout_p")  # of Choices, by the same names
 # Part of every traced program, so that one from a cache or a file whose operators meant something else is refused, not run.
 # 2: the LSE has a gradient. 3: dropout and ALiBi. 4: mask tensors.
 VERSION = 4
@@ -64,47 +63,17 @@ class Arguments(NamedTuple):
     dropout_p: float
     version: int
 
-    @property
-    def modifiers(self) -> Modifiers | None:
-        if self.dropout_seed is None and self.alibi_slopes is None:
-            return None
-        return Modifiers(self.dropout_seed, self.alibi_slopes)
 
-
-def traced_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    packed: tuple[Tensor, Tensor, int, int] | None,
-    choices: Choices,
-    modifiers: Modifiers | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The operator. packed: SequenceOffsets' fields."""
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packed or (None, None, 0, 0)
+def traced_attention(q: Tensor, k: Tensor, v: Tensor, given: Given, packed: Packed | None, choices: Choices) -> tuple[Tensor, Tensor]:
+    """The operator."""
     chosen = choose_mask(choices.mask, choices.causal, choices.window_size)
     matrix = chosen if isinstance(chosen, Tensor) else None
     name, sizes = (BY_TENSOR, []) if matrix is not None else encode_mask(chosen)
-    arguments = Arguments(
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        dropout_seed=None if modifiers is None else modifiers.seeds,
-        alibi_slopes=None if modifiers is None else modifiers.slopes,
-        mask_tensor=matrix,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        mask=name,
-        mask_sizes=sizes,
-        scale=choices.softmax_scale,
-        softcap=choices.softcap,
-        schedule=schedule_text(choices.schedule),
-        accumulation=choices.accumulation,
-        backend=choices.backend,
-        head_offset=choices.head_offset,
-        dropout_p=choices.dropout_p,
-        version=VERSION,
-    )
-    out, lse = _operator(matrix)(q, k, v, sinks, *arguments)
+    *ends, longest_q, longest_k = packed or (None, None, 0, 0)
+    choices = choices._replace(schedule=schedule_text(choices.schedule))
+    others = [getattr(choices, name) for name in CHOSEN]
+    arguments = *ends, *given[1:], matrix, longest_q, longest_k, name, sizes, choices.softmax_scale, *others, VERSION
+    out, lse = _operator(matrix)(q, k, v, given.sinks, *arguments)
     return out, lse
 
 
@@ -151,81 +120,43 @@ def _call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rest: tuple[Any
     if known is not None and known.options is not None:
         offsets = None if cu_seqlens_q is None else SequenceOffsets.known(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         return Call(q, k, v, known.options, offsets), known
-    arguments = Arguments(*rest)
-    offsets, options = _read(q, k, v, sinks, arguments)
-    assert options is not None, "a program that runs has no symbols"
-    modifiers = arguments.modifiers
-    if arguments.mask_tensor is not None:  # what it keeps is known when a program runs: in every run it is planned anew
-        mask, elements = take_mask(arguments.mask_tensor, q, k)
-        options, modifiers = replace(options, mask=mask), with_elements(modifiers, elements)
+    call = _read(q, k, v, sinks, Arguments(*rest), runs=True)
     if known is not None:
-        known.options = options
-    return Call(q, k, v, options, offsets, sinks, modifiers), known
+        known.options = call.options
+    return call, known
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    _read(q, k, v, sinks, Arguments(*rest))
+    _read(q, k, v, sinks, Arguments(*rest), runs=False)
     return empty_results(q, v.shape[-1])
 
 
-def _shapes_backward(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return empty_gradients(q, k, v, sinks)
+def _shapes_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return empty_gradients(*arguments[4:8])
 
 
-def _read(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Arguments
-) -> tuple[SequenceOffsets | None, AttentionOptions | None]:
-    """The arguments, checked. While a program is traced a number may be a symbol; then options are read when it runs."""
+def _read(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Arguments, runs: bool) -> Call:
+    """Checked. While a program is traced a number may be a symbol, and what a matrix keeps is not known; options are read when it runs."""
     check_version(arguments.version, VERSION, "operators")
-    check_tensors(q, k, v, ndim=4 if arguments.cu_seqlens_q is None else 3)
-    check_sinks(sinks, q)
-    _check_matrix(q, k, arguments)
-    offsets = offsets_of(arguments)
-    if offsets is not None:
-        offsets.check_device(q.device)
-    scale = q.shape[-1] ** -0.5 if arguments.scale is None else arguments.scale
-    _check_modifiers(q, arguments)
-    if has_symbols(*arguments.mask_sizes, scale, arguments.softcap, arguments.head_offset, arguments.dropout_p):
-        return offsets, None
-    options = _options(
-        "full" if arguments.mask == BY_TENSOR else arguments.mask,  # what a tensor keeps is not known before the program runs
-        tuple(arguments.mask_sizes),
-        scale,
-        arguments.softcap,
-        arguments.schedule,
-        arguments.accumulation,
-        arguments.backend,
-        arguments.head_offset,
-        arguments.dropout_p,
-        arguments.alibi_slopes is not None,
-    )
-    resolve(options.backend, q.device)
-    if offsets is None:
-        options.mask.check(q.shape[1], k.shape[1])
-    else:
-        refuse_given_schedule(options)
-    return offsets, options
-
-
-def _check_matrix(q: Tensor, k: Tensor, arguments: Arguments) -> None:
-    matrix = arguments.mask_tensor
+    matrix, packed, given = arguments.mask_tensor, packed_of(arguments), Given(sinks, arguments.dropout_seed, arguments.alibi_slopes)
     if (arguments.mask == BY_TENSOR) != (matrix is not None):
         raise ValueError(f"mask {BY_TENSOR!r} and mask_tensor come together; got mask {arguments.mask[:80]!r}")
-    if matrix is None:
-        return
-    if arguments.cu_seqlens_q is not None:
-        check_mask(matrix)  # a matrix is for sequences of one length
-    check_mask_tensor(matrix, q, k)
-
-
-def _check_modifiers(q: Tensor, arguments: Arguments) -> None:
-    sequences = q.shape[0] if arguments.cu_seqlens_q is None else len(arguments.cu_seqlens_q) - 1
-    check_seeds(arguments.dropout_seed, q, sequences)
-    check_slopes(arguments.alibi_slopes, q, sequences)
-    if arguments.dropout_p and arguments.dropout_seed is None:
+    numbers = arguments.scale, arguments.softcap, arguments.head_offset, arguments.dropout_p
+    symbols = has_symbols(*q.shape[-1:], *arguments.mask_sizes, *numbers)
+    choices = Choices(softmax_scale=1.0)
+    if not symbols:
+        mask = _decoded(arguments.mask, tuple(arguments.mask_sizes)) if matrix is None else matrix if runs or packed else Full()
+        others = {name: getattr(arguments, name) for name in CHOSEN}
+        choices = Choices(mask, softmax_scale=arguments.scale, alibi=given.alibi_slopes is not None, **others)
+    options, offsets, elements = options_of(q, k, v, sinks, choices, packed)
+    if matrix is not None and not runs:
+        check_mask_tensor(matrix, q, k)
+    given.check(q, sequences_in(q, packed))
+    if arguments.dropout_p and given.dropout_seed is None:
         raise ValueError(f"dropout needs a seed for each sequence; got dropout_p={arguments.dropout_p} and no dropout_seed")
+    if not symbols:
+        resolve(options.backend, q.device)
+    return Call(q, k, v, options, offsets, sinks, with_elements(given.modifiers, elements))
 
 
 def check_version(found: int, here: int, what: str) -> None:
@@ -252,37 +183,18 @@ def empty_gradients(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tu
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
-def offsets_of(arguments: Any) -> SequenceOffsets | None:
+def packed_of(arguments: Any) -> Packed | None:
     """Of Arguments or CacheArguments."""
     if arguments.cu_seqlens_q is None or arguments.cu_seqlens_k is None:
         return None
-    longest = (0 if isinstance(length, SymInt) else length for length in (arguments.max_seqlen_q, arguments.max_seqlen_k))
-    return SequenceOffsets(arguments.cu_seqlens_q, arguments.cu_seqlens_k, *longest)
+    longest_q, longest_k = (0 if isinstance(length, SymInt) else length for length in (arguments.max_seqlen_q, arguments.max_seqlen_k))
+    return arguments.cu_seqlens_q, arguments.cu_seqlens_k, longest_q, longest_k
 
 
-@lru_cache(maxsize=1024, typed=True)
-def _options(mask: str, mask_sizes: tuple[int, ...], *others: Any) -> AttentionOptions:
-    return AttentionOptions(decode_mask(mask, mask_sizes), *others)
+_decoded = lru_cache(maxsize=1024, typed=True)(decode_mask)
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, ctx.choices = inputs[: 4 + MORE_TENSORS], inputs[4 + MORE_TENSORS :]
-    ctx.save_for_backward(*output, *tensors)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    unused = (None,) * (MORE_TENSORS + len(ctx.choices))
-    out, lse, q, k, v, sinks, *others = ctx.saved_tensors
-    if dout is None:
-        if dlse is None:
-            return (None,) * 4 + unused
-        dout = torch.zeros_like(out)  # only the LSE was used
-    run = _operator(others[MORE_TENSORS - 1], backward=True)
-    dq, dk, dv, dsinks = run(dout, dlse, out, lse, q, k, v, sinks, *others, *ctx.choices)
-    return dq, dk, dv, None if sinks is None else dsinks, *unused
-
-
+FORMULA = formula(lambda matrix: _operator(matrix, backward=True), tensors=4 + MORE_TENSORS)
 for name, tags in (("attention", ()), ("attention_of_matrix", (torch.Tag.cudagraph_unsafe,))):
-    define_operator(name + FORWARD, _run, _shapes, (_differentiate, _keep_for_backward), tags)
+    define_operator(name + FORWARD, _run, _shapes, FORMULA, tags)
     define_operator(f"{name}_backward{BACKWARD}", _run_backward, _shapes_backward, tags=tags)

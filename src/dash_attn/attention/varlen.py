@@ -6,28 +6,17 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
-from ..call.call import modifiers_of
+from ..call.call import Given
 from ..call.offsets import SequenceOffsets
-from ..call.options import (
-    Accumulation,
-    AttentionOptions,
-    BackendName,
-    Choices,
-    check_determinism,
-    check_dropout,
-    options_for,
-    refuse_given_schedule,
-)
-from ..call.tensor_checks import check_flags, check_sinks, check_strided, check_tensors
+from ..call.options import Accumulation, BackendName, Choices, check_options
 from ..masks import Mask
 from ..scheduling.generators import ScheduleName
 from ..scheduling.schedule import Schedule
-from .autograd import Attention
-from .known import KnownCall, known_of
+from .functions import new_attention
+from .known import known_of
 from .kv_cache import attention_of_pages
-from .pytorch import is_traced, refuse_transforms
+from .pytorch import refuse_transforms
 from .signatures import AnyResults, No, OutAndLse, OutLseNone, PackedKeywords, Yes
-from .torch_ops import traced_attention
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -106,53 +95,11 @@ def flash_attn_varlen_func(  # type: ignore[misc]  # positional choices are Flas
     if known is not None and known.options is not None:
         out, lse = known.attention(q, k, v, SequenceOffsets.known(*packed))
     else:
-        check_flags(return_attn_probs=return_attn_probs, return_lse=return_lse)
-        check_determinism(deterministic, accumulation)
-        check_dropout(dropout_p)
+        check_options(choices, deterministic=deterministic, return_attn_probs=return_attn_probs, return_lse=return_lse)
         if block_table is not None:
             out, lse = attention_of_pages(q, k, v, sinks, block_table, packed, choices)
         else:
-            out, lse = new_attention(q, k, v, sinks, packed, choices, dropout_seed, alibi_slopes, known)
+            out, lse = new_attention(q, k, v, Given(sinks, dropout_seed, alibi_slopes), choices, known, packed)
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out
-
-
-def new_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    packed: tuple[Tensor, Tensor, int, int],
-    choices: Choices,
-    dropout_seed: Tensor | None,
-    alibi_slopes: Tensor | None,
-    known: KnownCall | None,
-) -> tuple[Tensor, Tensor]:
-    """Of a call that is looked at for the first time, or each time anew. packed: SequenceOffsets' fields."""
-    ends = packed[:2]
-    if is_traced(q, k, v, sinks, *ends, dropout_seed, alibi_slopes):
-        check_strided(q=q, k=k, v=v, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1])
-        modifiers = modifiers_of(q, len(ends[0]) - 1, choices.dropout_p, dropout_seed, alibi_slopes)
-        return traced_attention(q, k, v, sinks, packed, choices, modifiers)
-    options, offsets = packed_options_of(q, k, v, sinks, packed, choices)
-    modifiers = modifiers_of(q, len(ends[0]) - 1, choices.dropout_p, dropout_seed, alibi_slopes)
-    if known is not None and modifiers is None:
-        known.options = options
-        return known.attention(q, k, v, offsets)
-    result: tuple[Tensor, Tensor] = Attention.apply(q, k, v, sinks, options, offsets, modifiers)  # type: ignore[no-untyped-call]
-    return result
-
-
-def packed_options_of(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, packed: tuple[Tensor, Tensor, int, int], choices: Choices
-) -> tuple[AttentionOptions, SequenceOffsets]:
-    """The options of a call of these tensors; everything is checked that can be without the lengths. packed: SequenceOffsets' fields."""
-    check_tensors(q, k, v, ndim=3)
-    check_sinks(sinks, q)
-    offsets = SequenceOffsets(*packed)
-    if not q.is_meta:
-        offsets.check_device(q.device)
-    options = options_for(choices, q.shape[-1])
-    refuse_given_schedule(options)
-    return options, offsets

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..masks import BooleanMask
-from .offsets import SequenceOffsets
-from .options import AttentionOptions, is_zero
-from .tensor_checks import check_seeds, check_slopes
+from .boolean_masks import take_mask
+from .offsets import Packed, SequenceOffsets
+from .options import AttentionOptions, Choices, is_zero, options_for, refuse_given_schedule
+from .tensor_checks import check_seeds, check_sinks, check_slopes, check_tensors
 
 MOST_SEED = 2**63 - 1
 
@@ -49,31 +50,67 @@ class Modifiers(NamedTuple):
         return self._replace(slopes=self.slopes.repeat_interleave(count, 0))
 
 
-def modifiers_of(q: Tensor, sequences: int, dropout_p: float, dropout_seed: Tensor | None, alibi_slopes: Tensor | None) -> Modifiers | None:
-    """What a call was given, checked; seeds that it was not given are drawn from PyTorch's generator of the device."""
-    check_seeds(dropout_seed, q, sequences)
-    check_slopes(alibi_slopes, q, sequences)
-    if is_zero(dropout_p):
-        return None if alibi_slopes is None else Modifiers(None, alibi_slopes)
-    if dropout_seed is None:
-        dropout_seed = torch.randint(0, MOST_SEED, (sequences,), dtype=torch.int64, device=q.device)
-    return Modifiers(dropout_seed, alibi_slopes)
+class Given(NamedTuple):
+    """Tensors that come with q, k and v, as a call was given them. Ranks that share a sequence have them alike."""
+
+    sinks: Tensor | None = None
+    dropout_seed: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+
+    def check(self, q: Tensor, sequences: int) -> None:
+        """All but the sinks, which need not wait for the options."""
+        check_seeds(self.dropout_seed, q, sequences)
+        check_slopes(self.alibi_slopes, q, sequences)
+
+    def drawn(self, q: Tensor, sequences: int, dropout_p: float) -> Given:
+        """Checked, with seeds where there is dropout: those that were not given are drawn from PyTorch's generator of the device."""
+        self.check(q, sequences)
+        if is_zero(dropout_p):
+            return self._replace(dropout_seed=None)
+        if self.dropout_seed is not None:
+            return self
+        return self._replace(dropout_seed=torch.randint(0, MOST_SEED, (sequences,), dtype=torch.int64, device=q.device))
+
+    @property
+    def modifiers(self) -> Modifiers | None:
+        return None if self.dropout_seed is None and self.alibi_slopes is None else Modifiers(self.dropout_seed, self.alibi_slopes)
+
+    def of_heads(self, heads: slice) -> Given:
+        """Of some query heads."""
+        sinks, slopes = (None if x is None else x[..., heads] for x in (self.sinks, self.alibi_slopes))
+        return Given(sinks, self.dropout_seed, slopes)
 
 
 def with_elements(modifiers: Modifiers | None, elements: BooleanMask | None) -> Modifiers | None:
     return modifiers if elements is None else (modifiers or Modifiers())._replace(elements=elements)
 
 
-def given_modifiers(
-    q: Tensor, sequences: int, dropout_p: float, dropout_seed: Tensor | None, alibi_slopes: Tensor | None
-) -> Modifiers | None:
-    """As modifiers_of, where nobody may draw seeds."""
-    if dropout_seed is None and not is_zero(dropout_p):
-        raise ValueError(
-            "ranks that share a sequence must drop the same pairs, but each has a generator of its own: give dropout_seed, the same"
-            f" {sequences} numbers of torch.int64 on every rank; got dropout_p={dropout_p!r} and no dropout_seed"
-        )
-    return modifiers_of(q, sequences, dropout_p, dropout_seed, alibi_slopes)
+def sequences_in(q: Tensor, packed: Packed | None) -> int:
+    return q.shape[0] if packed is None else len(packed[0]) - 1
+
+
+def options_of(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, choices: Choices, packed: Packed | None
+) -> tuple[AttentionOptions, SequenceOffsets | None, BooleanMask | None]:
+    """The options of a call of these tensors; everything is checked that can be without a plan or lengths. And the offsets of packed
+    sequences, or the elements of a boolean mask."""
+    check_tensors(q, k, v, ndim=4 if packed is None else 3)
+    check_sinks(sinks, q)
+    if packed is not None:
+        offsets = SequenceOffsets(*packed)
+        if not q.is_meta:
+            offsets.check_device(q.device)
+        options = options_for(choices, q.shape[-1])
+        refuse_given_schedule(options)
+        return options, offsets, None
+    elements = None
+    if choices.mask is not None:
+        mask, elements = take_mask(choices.mask, q, k)
+        choices = choices._replace(mask=mask)
+    options = options_for(choices, q.shape[-1])
+    if options.mask.sides is None:  # others fit any lengths
+        options.mask.check(q.shape[1], k.shape[1])
+    return options, None, elements
 
 
 class Call(NamedTuple):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..masks import is_whole
 
+Packed = tuple[Tensor, Tensor, int, int]  # SequenceOffsets' fields, not yet checked
 # In place of every offset: whoever computed them found on the device, where nobody can raise, that there are none.
 NO_OFFSETS = -2
 FROM_A_MASK = (

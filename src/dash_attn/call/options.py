@@ -112,11 +112,12 @@ def check_dropout(dropout_p: Any) -> None:
         raise ValueError(f"dropout_p must be 0, or from 1/{LEVELS} to 1 - 1/{LEVELS}; got {dropout_p!r}")
 
 
-def check_determinism(deterministic: bool, accumulation: str) -> None:
-    """FlashAttention's argument, which says nothing here: unless it contradicts ours."""
-    check_flags(deterministic=deterministic)
-    if isinstance(accumulation, str) and accumulation == "unordered" and deterministic:
+def check_options(choices: Choices, *, deterministic: bool, **flags: bool) -> None:
+    """What needs no tensor to be refused. `deterministic` is FlashAttention's, and says nothing here: unless it contradicts ours."""
+    check_flags(**flags, deterministic=deterministic)
+    if isinstance(choices.accumulation, str) and choices.accumulation == "unordered" and deterministic:
         raise ValueError("deterministic=True contradicts accumulation='unordered'; choose one")
+    check_dropout(choices.dropout_p)
 
 
 def refuse_given_schedule(options: AttentionOptions) -> None:

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from dash_attn import Documents, backends, explain, flash_attn_func
 from dash_attn.backends.cpu.ranks import RankBackward
+from dash_attn.call.call import Call, Given, Grads
 from dash_attn.call.options import Choices, options_for
 from dash_attn.distributed import Sharding, context_parallel_attention, unshard
 from dash_attn.distributed.context import of_rank
-from dash_attn.distributed.context.asked import Asked, Given, Part, Sharing
+from dash_attn.distributed.context.asked import Asked, Part
 from dash_attn.distributed.context.loopback import Mailbox, play_all_ranks
 from dash_attn.distributed.context.mail import Keys
 from dash_attn.distributed.context.of_rank import BackwardPass, OfRank
@@ -121,14 +122,14 @@ class Case:
         group, place = divmod(rank, self.ulysses)
         inside = Recording(None, place, self.ulysses)
         outside = Recording(None, group, self.ranks // self.ulysses)
-        asked = Asked(*self.tensors(len(self.chosen.rows_of(rank)), "cpu"), Given(), Choices(), self.sharing, self.ranks)
+        asked = Asked(*self.tensors(len(self.chosen.rows_of(rank)), "cpu"), Given(), Choices(), *self.sharing)
         options = options_for(Choices(**{name: value for name, value in self.mask.items() if name != "cu_seqlens"}), 16)
         part = Part.of(asked, options, self.chosen, rank)
         return OfRank(part, HeadExchange(inside, self.chosen, rank - place), outside, Peers.alone(), 0), inside, outside
 
     @property
-    def sharing(self) -> Sharing:
-        return Sharing(self.sharding, self.ulysses, self.mask.get("cu_seqlens"))
+    def sharing(self) -> tuple[Any, ...]:
+        return self.sharding, self.ulysses, self.mask.get("cu_seqlens")
 
 
 OFFSETS = {"cu_seqlens": (0, 300, 324, 1024), "window_size": (200, 0)}
@@ -154,14 +155,14 @@ def test_a_rank_sends_what_it_says(case: Case) -> None:
     for number, said in enumerate(found.each):
         rank, inside, outside = case.rank(number)
         q, k, v = case.tensors(len(case.chosen.rows_of(number)), "cpu")
-        sinks = case.sink_values("cpu")
-        out, lse = rank.forward(q, k, v, Given(sinks))
+        call = Call(q, k, v, rank.part.options, None, case.sink_values("cpu"))
+        out, lse = saved = rank.forward(call)
         gathered = outside.sent["gathered"] + outside.sent["rows"]
         assert (inside.sent["rows"], gathered) == (said.forward.heads, said.forward.keys + said.forward.rows)
         assert said.forward.total == said.forward.heads + said.forward.keys + said.forward.rows
         for peers in (inside, outside):
             peers.sent.clear()
-        rank.backward((out, q, k, v, out), (lse, lse if case.return_lse else None), Given(sinks))
+        rank.backward(call, saved, Grads(out, lse if case.return_lse else None))
         assert inside.sent["rows"] == said.backward.heads
         gathered = inside.sent["gathered"] + outside.sent["gathered"] + outside.sent["rows"]
         assert gathered == said.backward.keys + said.backward.sinks + said.backward.rows
@@ -176,8 +177,9 @@ def test_ranks_that_have_whole_documents_send_nothing() -> None:
     for number in range(case.ranks):
         rank, _, outside = case.rank(number)
         q, k, v = case.tensors(512, "cpu")
-        out, lse = rank.forward(q, k, v, Given())
-        rank.backward((out, q, k, v, out), (lse, lse), Given())
+        call = Call(q, k, v, rank.part.options)
+        saved = rank.forward(call)
+        rank.backward(call, saved, Grads(*saved))
         assert not outside.sent
 
 
@@ -210,9 +212,10 @@ def test_a_rank_holds_the_keys_it_says(case: Case, monkeypatch: pytest.MonkeyPat
     for number, said in enumerate(case.explain().each):
         rank, *_ = case.rank(number)
         q, k, v = case.tensors(len(case.chosen.rows_of(number)), "cpu")
-        out, lse = rank.forward(q, k, v, Given())
+        call = Call(q, k, v, rank.part.options)
+        saved = rank.forward(call)
         dropped = most = 0
-        rank.backward((out, q, k, v, out), (lse, None), Given())
+        rank.backward(call, saved, Grads(saved.out))
         assert said.memory.keys == most * group
         assert most >= 2
 

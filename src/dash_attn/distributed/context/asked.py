@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ...backends import resolve
-from ...call.call import Modifiers, given_modifiers
-from ...call.options import AttentionOptions, Choices, in_words, options_for
+from ...call.call import Given
+from ...call.options import AttentionOptions, Choices, in_words, is_zero, options_for
 from ...call.planning import hash_of
 from ...call.tensor_checks import check_sinks, check_tensors
 from ...masks import Mask
@@ -22,35 +23,6 @@ from ..hosts import NAMES, Facts
 from .rows import Offsets, documents_in, sharding_of_rank
 from .shared_call import Lengths, SharedCall
 from .ulysses import check_factor, outer_sharding
-
-
-class Sharing(NamedTuple):
-    """How ranks share a call, as it was given."""
-
-    sharding: str | Sharding
-    ulysses: int
-    cu_seqlens: Offsets | None
-
-
-class Given(NamedTuple):
-    """Tensors of a call that every rank has alike."""
-
-    sinks: Tensor | None = None
-    dropout_seed: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-
-    @property
-    def modifiers(self) -> Modifiers | None:
-        return None if self.dropout_seed is None and self.alibi_slopes is None else Modifiers(self.dropout_seed, self.alibi_slopes)
-
-    def of_heads(self, heads: slice) -> Given:
-        """Of some query heads."""
-        sinks, slopes = (None if x is None else x[..., heads] for x in (self.sinks, self.alibi_slopes))
-        return Given(sinks, self.dropout_seed, slopes)
-
-    @property
-    def facts(self) -> Facts:
-        return {name: _in_words(x) for name, x in zip(NAMES, self, strict=True)}
 
 
 def _in_words(x: Tensor | None) -> str:
@@ -68,35 +40,49 @@ class Asked(NamedTuple):
     v: Tensor
     given: Given
     choices: Choices
-    sharing: Sharing
-    ranks: int
+    sharding: str | Sharding
+    ulysses: int = 1
+    cu_seqlens: Offsets | None = None
 
-    def checked(self, rank: int | None) -> tuple[AttentionOptions, Sharding]:
+    @classmethod
+    def by_name(cls, arguments: Mapping[str, Any]) -> Asked:
+        """Of the arguments of context_parallel_attention."""
+        chosen, given, own = ({name: arguments[name] for name in kind._fields if name in arguments} for kind in (Choices, Given, cls))
+        return cls(given=Given(**given), choices=Choices(**chosen, alibi=arguments["alibi_slopes"] is not None), **own)
+
+    def checked(self, ranks: int, rank: int | None) -> tuple[AttentionOptions, Sharding]:
         """Raises where the tensors do not fit. rank: None where they are those of some rank, nobody knows of which."""
         q, k, v = self[:3]
         check_tensors(q, k, v)
         check_sinks(self.given.sinks, q)
-        given_modifiers(q, q.shape[0], self.choices.dropout_p, *self.given[1:])
-        options, sharding = options_for(self.choices, q.shape[-1]), sharding_of_rank(self.sharing.sharding, q.shape[1], self.ranks)
-        who, some = ("a rank of this sharding", range(self.ranks)) if rank is None else (f"rank {rank}", range(rank, rank + 1))
+        dropout_p = self.choices.dropout_p
+        if self.given.dropout_seed is None and not is_zero(dropout_p):
+            raise ValueError(
+                "ranks that share a sequence must drop the same pairs, but each has a generator of its own: give dropout_seed, the same"
+                f" {q.shape[0]} numbers of torch.int64 on every rank; got dropout_p={dropout_p!r} and no dropout_seed"
+            )
+        self.given.check(q, q.shape[0])
+        options, sharding = options_for(self.choices, q.shape[-1]), sharding_of_rank(self.sharding, q.shape[1], ranks)
+        who, some = ("a rank of this sharding", range(ranks)) if rank is None else (f"rank {rank}", range(rank, rank + 1))
         fitting = sorted({len(sharding.rows_of(one)) for one in some})
         if q.shape[1] != k.shape[1] or q.shape[1] not in fitting:
             raise ValueError(
                 f"{who} has {' or '.join(map(str, fitting))} of the {sharding.rows} rows, queries and keys alike; got {q.shape[1]} queries"
                 f" and {k.shape[1]} keys"
             )
-        check_factor(self.sharing.ulysses, self.ranks, k.shape[2])
+        check_factor(self.ulysses, ranks, k.shape[2])
         return options, sharding
 
-    def part(self, rank: int, differentiable: bool) -> tuple[Part, Facts]:
+    def part(self, ranks: int, rank: int, differentiable: bool) -> tuple[Part, Facts]:
         """What a rank finds out by itself, and what must be the same on every rank. Sends no message."""
-        options, sharding = self.checked(rank)
+        options, sharding = self.checked(ranks, rank)
         part = Part.of(self, options, sharding, rank)
         facts: Facts = {name: getattr(options, name) for name in ("softcap", "accumulation", "head_offset", "dropout_p")}
         facts |= {"softmax_scale": options.scale, "backend": resolve(options.backend, self.q.device), "the dtype": self.q.dtype}
         facts |= {"mask": _with_hash(options.mask), "schedule": _with_hash(options.schedule), "the batch size": self.q.shape[0]}
         facts |= {"the numbers of heads": (self.q.shape[2], self.k.shape[2]), "the head dims": (self.q.shape[3], self.v.shape[3])}
-        facts |= {"sharding": sharding, "ulysses": self.sharing.ulysses, "cu_seqlens": part.documents, **self.given.facts}
+        facts |= {"sharding": sharding, "ulysses": self.ulysses, "cu_seqlens": part.documents}
+        facts |= {name: _in_words(x) for name, x in zip(NAMES, self.given, strict=True)}
         code = None if part.call is None else part.call.backend.machine_code()
         return part, facts | {"whether gradients are needed": differentiable, "the machine code": code}
 
@@ -114,7 +100,7 @@ class Part:
     @classmethod
     def of(cls, asked: Asked, options: AttentionOptions, sharding: Sharding, rank: int, backend: str | None = None) -> Part:
         """backend: that of the tensors, unless it is named because they stand for others."""
-        (q, k, v), (_, ulysses, cu_seqlens) = asked[:3], asked.sharing
+        (q, k, v), ulysses, cu_seqlens = asked[:3], asked.ulysses, asked.cu_seqlens
         own = replace(options, head_offset=options.head_offset + rank % ulysses * (k.shape[2] // ulysses))
         alone, documents = documents_in(own, cu_seqlens, sharding.rows)
         outer = outer_sharding(sharding, ulysses)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
 
-from ...attention.autograd import FirstGradientsOnly
+from ...attention.autograd import Attention
 from ...attention.pytorch import is_traced, refuse_transforms
 from ...attention.signatures import ChoiceKeywords
+from ...call.call import Given
 from ...call.options import Choices
 from ...call.tensor_checks import check_flags
 from ...masks import Mask
@@ -17,7 +18,7 @@ from ...scheduling.ranks.sharding import Sharding
 from ...scheduling.schedule import Schedule
 from ..hosts import ATTENTION
 from ..peers import Group, Peers
-from .asked import Asked, Given, Sharing
+from .asked import Asked
 from .of_rank import OfRank
 from .rows import Offsets
 
@@ -94,64 +95,25 @@ def context_parallel_attention(
     Returns out, or (out, lse) with `return_lse`. Masks whose order would make ranks wait in a circle raise and name
     schedule="alternating".
     """
-    choices = Choices(
-        mask=mask,
-        causal=causal,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        schedule=schedule,
-        backend=backend,
-        head_offset=head_offset,
-        dropout_p=dropout_p,
-        alibi=alibi_slopes is not None,
-    )
-    given, sharing = Given(sinks, dropout_seed, alibi_slopes), Sharing(sharding, ulysses, cu_seqlens)
+    of_scores = mask, causal, window_size, softmax_scale, softcap
+    choices = Choices(*of_scores, schedule, "ordered", backend, head_offset, dropout_p, alibi_slopes is not None)
+    given = Given(sinks, dropout_seed, alibi_slopes)
+    asked = Asked(q, k, v, given, choices, sharding, ulysses, cu_seqlens)
     if is_traced(q, k, v, *given):
         from .operator import traced_attention
 
         _check_program(return_lse)
-        out, lse = traced_attention(q, k, v, given, group, choices, sharing)
+        out, lse = traced_attention(asked, group)
     else:
         peers = Peers.of(group)
         with peers.hosts.refusing(ATTENTION):
             _check_program(return_lse)
         differentiable = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks))
-        rank = OfRank.agreed(Asked(q, k, v, given, choices, sharing, peers.count), peers, differentiable)
-        out, lse = SharedAttention.apply(q, k, v, sinks, rank, given)  # type: ignore[no-untyped-call]
+        rank = OfRank.agreed(asked, peers, differentiable)
+        out, lse = Attention.apply(q, k, v, sinks, rank.part.options, None, given.modifiers, rank)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
 
 
 def _check_program(return_lse: bool) -> None:
     refuse_transforms()
     check_flags(return_lse=return_lse)
-
-
-class SharedAttention(torch.autograd.Function):
-    """SharedAttention.apply(q, k, v, sinks, rank, given) -> (out, lse). Only this rank's rows are saved for the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rank: OfRank, given: Given) -> tuple[Tensor, Tensor]:
-        """sinks: those of `given`, where autograd sees them."""
-        with rank.everybody.hosts.telling():
-            out, lse = rank.forward(q, k, v, given)
-        ctx.save_for_backward(q, k, v, out, lse, sinks, *given[1:])
-        ctx.rank = rank
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *given = ctx.rank.saved(ctx)
-        # Unlike one rank alone, this one cannot leave out what it does not need: others wait for its states.
-        dout = torch.zeros_like(out) if dout is None else dout
-        with torch.no_grad(), ctx.rank.everybody.hosts.telling():
-            gradients = ctx.rank.backward((dout, q, k, v, out), (lse, dlse), Given(*given))
-        if torch.is_grad_enabled():  # create_graph=True
-            gradients = FirstGradientsOnly.apply(len(gradients), *gradients, dout, q, k, v, given[0], dlse)  # type: ignore[no-untyped-call]
-        wanted = (g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False))
-        return *wanted, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError("dash_attn attention has no forward-mode derivative; use loss.backward() or torch.autograd.grad")

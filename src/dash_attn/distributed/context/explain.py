@@ -6,7 +6,7 @@ is ahead of the others may hold a few states more for a while.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from ...attention.explain import explains
 from ...backends import import_backend, resolve_to_explain
 from ...call.call import Call
 from ...call.explain import Explanation, size_in_words
-from ...call.options import AttentionOptions, Choices
+from ...call.options import AttentionOptions
 from ...call.planning import describe_call, hash_of
 from ...call.tensor_checks import check_flags
 from ...scheduling.order import CONTEXT_PARALLEL_INVARIANT
@@ -26,7 +26,7 @@ from ...scheduling.problem import whole_number
 from ...scheduling.ranks.sharding import Sharding
 from ...scheduling.ranks.units import highest, most_states
 from ..peers import Peers
-from .asked import Asked, Given, Part, Sharing
+from .asked import Asked, Part
 from .attention import context_parallel_attention
 from .moves import moves_of
 from .shared_call import Lengths, OwnDocument, SharedCall, own_documents
@@ -227,34 +227,26 @@ def _explain(given: dict[str, Any], predict_time: bool) -> SharedExplanation:
     that exchange heads also exchange the gradient of the LSE, be it used or not.
     """
     check_flags(return_lse=given["return_lse"])
-    asked = _asked(given)
-    options, sharding = asked.checked(rank=None)
+    asked, group = Asked.by_name(given), given["group"]
+    ranks = whole_number("the number of ranks", group) if isinstance(group, int) else Peers.of(group).count
+    options, sharding = asked.checked(ranks, rank=None)
     name = resolve_to_explain(options.backend, asked.q.device)
-    parts = [Part.of(asked, options, sharding, place, name) for place in range(asked.sharing.ulysses)]
+    parts = [Part.of(asked, options, sharding, place, name) for place in range(asked.ulysses)]
     whole = [torch.empty(x.shape[0], sharding.rows, *x.shape[2:], dtype=x.dtype, device="meta") for x in asked[:3]]
-    alone = _alone(name, whole, options, None if asked.sharing.cu_seqlens is None else parts[0].documents)
+    alone = _alone(name, whole, options, None if asked.cu_seqlens is None else parts[0].documents)
     calls = [part.call for part in parts]
     return SharedExplanation(
         call=alone.call,
         backend=name,
-        ranks=asked.ranks,
+        ranks=ranks,
         sharding=sharding,
-        ulysses=asked.sharing.ulysses,
+        ulysses=asked.ulysses,
         schedule=alone.schedule,
         order_hash=alone.order_hash,
         guarantees=(*alone.guarantees, CONTEXT_PARALLEL_INVARIANT),
         each=tuple(_costs(asked, sharding, calls)),
         predicted_efficiency=_efficiency([call for call in calls if call is not None]),
     )
-
-
-def _asked(arguments: Mapping[str, Any]) -> Asked:
-    choices, given, sharing = ({name: arguments[name] for name in kind._fields if name in arguments} for kind in (Choices, Given, Sharing))
-    group = arguments["group"]
-    ranks = whole_number("the number of ranks", group) if isinstance(group, int) else Peers.of(group).count
-    alibi = arguments["alibi_slopes"] is not None
-    q, k, v = (arguments[name] for name in "qkv")
-    return Asked(q, k, v, Given(**given), Choices(**choices, alibi=alibi), Sharing(**sharing), ranks)
 
 
 def _alone(backend: str, whole: list[Tensor], options: AttentionOptions, documents: Lengths | None) -> Explanation:

@@ -6,9 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...call.call import Modifiers
+from ...call.call import Given
 from ...scheduling.ranks.units import Unit
-from .asked import Given
 from .mail import Mailbox, whole_keys
 from .moves import Movement, apart, moves_of, side_by_side
 from .of_rank import BackwardPass, RowBackward, forward_of_rank, sum_of_sinks
@@ -37,12 +36,11 @@ def play_all_ranks(
     *,
     sinks: Tensor | None = None,
     dlse: Tensor | None = None,
-    modifiers: Modifiers | None = None,
     units: Iterable[Unit] | None = None,
 ) -> Results:
     """Forward and backward of whole tensors, each rank with its own rows. dlse: the gradient of the LSE, where it was used. units: those
     of the only document in the order to run them, if it is not their own."""
-    given, moves = Given(sinks, *(modifiers or Modifiers())[:2]), moves_of(call)
+    given, moves = Given(sinks), moves_of(call)
     lse = q.new_empty(len(q), q.shape[1], q.shape[2], 1, dtype=torch.promote_types(q.dtype, torch.float32))
     of_rows = [] if dlse is None and moves.to_workers.still else [torch.zeros_like(lse) if dlse is None else by_row(dlse)]
     own = [rows_of(call.sharding, rank, q.device) for rank in moves.ranks]

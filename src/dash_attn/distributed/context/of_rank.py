@@ -21,13 +21,13 @@ from torch import Tensor
 from ...attention.autograd import attention_backward, attention_forward
 from ...attention.observers import SharedPart, observers, tell_observers
 from ...backends import RankBackward
-from ...call.call import Call, Gradients, Grads, Saved, sum_in_order
+from ...call.call import Call, Given, Gradients, Grads, Modifiers, Saved, sum_in_order
 from ...call.offsets import SequenceOffsets
 from ...call.parts import backward_end_to_end, document_ends, end_to_end, in_rows
 from ...scheduling.ranks.units import Unit
 from ..hosts import ATTENTION, BACKWARD, agree
 from ..peers import Peers
-from .asked import Asked, Given, Part
+from .asked import Asked, Part
 from .mail import Keys, Mailbox, RankMail, whole_keys
 from .moves import move, moves_of
 from .shared_call import OwnDocument, SharedCall, own_documents
@@ -41,8 +41,9 @@ OfRows = tuple[Tensor, Tensor | None]  # LSE and, where it was used, its gradien
 
 @dataclass(frozen=True)
 class OfRank:
-    """number: of the call, among those of the group."""
+    """What runs the passes of a call. number: of the call, among those of the group."""
 
+    alone = False
     part: Part
     exchange: HeadExchange
     outside: Peers
@@ -52,56 +53,61 @@ class OfRank:
     @classmethod
     def agreed(cls, asked: Asked, peers: Peers, differentiable: bool, backward_of: int | None = None) -> OfRank:
         """The same on every rank, or an error on every rank. backward_of: the call that this was, where its backward is run."""
-        ulysses = asked.sharing.ulysses
         if backward_of is None:
-            part = agree(peers.hosts, ATTENTION, lambda: asked.part(peers.rank, differentiable))
+            part = agree(peers.hosts, ATTENTION, lambda: asked.part(peers.count, peers.rank, differentiable))
             peers.hosts.keep(asked.given)
         else:
-            part = agree(peers.hosts, BACKWARD, lambda: (asked.part(peers.rank, differentiable)[0], {}), backward_of)
+            part = agree(peers.hosts, BACKWARD, lambda: (asked.part(peers.count, peers.rank, differentiable)[0], {}), backward_of)
         number = peers.hosts.number if backward_of is None else backward_of
         with peers.hosts.telling():
-            inside, outside = inside_and_outside(peers, ulysses)  # may make groups, which needs all their ranks
-        return cls(part, HeadExchange(inside, part.sharding, peers.rank - peers.rank % ulysses), outside, peers, number)
+            inside, outside = inside_and_outside(peers, asked.ulysses)  # may make groups, which needs all their ranks
+        return cls(part, HeadExchange(inside, part.sharding, peers.rank - peers.rank % asked.ulysses), outside, peers, number)
 
     def saved(self, ctx: Any) -> tuple[Tensor, ...]:
         """What autograd kept of this call, if all ranks are in its backward."""
         kept: tuple[Tensor, ...] = agree(self.everybody.hosts, BACKWARD, lambda: (ctx.saved_tensors, {}), self.number)
         return kept
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, given: Given) -> tuple[Tensor, Tensor]:
+    def forward(self, call: Call) -> Saved:
         """Output and LSE of this rank's rows."""
-        call, rank = self.part.call, self.outside.rank
-        given = given.of_heads(self.exchange.heads(q.shape[2]))
-        q, k, v = map(self.exchange.to_heads, (q, k, v))
-        if call is None:
-            dense, packed = _alone((q, k, v), self.part, given)
-            out, lse = attention_forward(dense) if packed is None else in_rows(attention_forward(packed), dense)
-        else:
-            out, lse = _forward(call, self.outside, (q, k, v), given)
-            if observers:
-                part = SharedPart((call, rank), partial(call.described, rank))
-                tell_observers(Call(q, k, v, self.part.options), part)
-        return self.exchange.to_rows(out), self.exchange.to_rows(lse)
+        shared, rank = self.part.call, self.outside.rank
+        with self.everybody.hosts.telling():
+            given = _given(call).of_heads(self.exchange.heads(call.q.shape[2]))
+            q, k, v = map(self.exchange.to_heads, call.tensors)
+            if shared is None:
+                dense, packed = _alone((q, k, v), self.part, given)
+                out, lse = attention_forward(dense) if packed is None else in_rows(attention_forward(packed), dense)
+            else:
+                out, lse = _forward(shared, self.outside, (q, k, v), given)
+                if observers:
+                    part = SharedPart((shared, rank), partial(shared.described, rank))
+                    tell_observers(Call(q, k, v, self.part.options), part)
+            return Saved(self.exchange.to_rows(out), self.exchange.to_rows(lse))
 
-    def backward(self, rows: Rows, of_rows: OfRows, given: Given) -> Gradients:
+    def backward(self, call: Call, saved: Saved, grads: Grads) -> Gradients:
         """dQ, dK and dV of this rank's rows. The sinks' gradient is that of all ranks on the first one, and zero on the others."""
-        call, (lse, dlse) = self.part.call, of_rows
-        given = given.of_heads(self.exchange.heads(rows[1].shape[2]))
-        rows = tuple(map(self.exchange.to_heads, rows))
-        if self.exchange.inside.count > 1 and dlse is None:  # a neighbour may have used its LSE where this rank has not
-            dlse = torch.zeros_like(lse)
-        lse, dlse = self.exchange.to_heads(lse), None if dlse is None else self.exchange.to_heads(dlse)
-        if call is None:
-            (dense, packed), saved, grads = _alone(rows[1:4], self.part, given), Saved(rows[4], lse), Grads(rows[0], dlse)
-            alone = attention_backward if packed is None else partial(backward_end_to_end, attention_backward)
-            *gradients, dsinks = alone(packed or dense, saved, grads)
-        else:
-            *gradients, dsinks = _backward(call, self.outside, rows, (lse, dlse), given)
-        dq, dk, dv = map(self.exchange.to_rows, gradients)
-        if dsinks is not None:
-            whole = self.exchange.inside.gather(dsinks.contiguous())
-            dsinks = whole if self.everybody.rank == 0 else torch.zeros_like(whole)
-        return Gradients(dq, dk, dv, dsinks)
+        shared, dlse = self.part.call, grads.lse
+        with self.everybody.hosts.telling():
+            given = _given(call).of_heads(self.exchange.heads(call.q.shape[2]))
+            rows = tuple(map(self.exchange.to_heads, (grads.out, *call.tensors, saved.out)))
+            if self.exchange.inside.count > 1 and dlse is None:  # a neighbour may have used its LSE where this rank has not
+                dlse = torch.zeros_like(saved.lse)
+            lse, dlse = self.exchange.to_heads(saved.lse), None if dlse is None else self.exchange.to_heads(dlse)
+            if shared is None:
+                dense, packed = _alone(rows[1:4], self.part, given)
+                alone = attention_backward if packed is None else partial(backward_end_to_end, attention_backward)
+                *gradients, dsinks = alone(packed or dense, Saved(rows[4], lse), Grads(rows[0], dlse))
+            else:
+                *gradients, dsinks = _backward(shared, self.outside, rows, (lse, dlse), given)
+            dq, dk, dv = map(self.exchange.to_rows, gradients)
+            if dsinks is not None:
+                whole = self.exchange.inside.gather(dsinks.contiguous())
+                dsinks = whole if self.everybody.rank == 0 else torch.zeros_like(whole)
+            return Gradients(dq, dk, dv, dsinks)
+
+
+def _given(call: Call) -> Given:
+    return Given(call.sinks, *(call.modifiers or Modifiers())[:2])
 
 
 def _forward(call: SharedCall, peers: Peers, tensors: Rows, given: Given) -> tuple[Tensor, Tensor]:

@@ -6,12 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...attention.operators import define_operator, formula
 from ...attention.torch_ops import check_version, empty_gradients, empty_results, schedule_text
-from ...call.options import Choices, choose_mask
+from ...call.call import Call, Given, Grads, Saved
+from ...call.options import choose_mask
 from ...masks.encoding import decode_mask, encode_mask
 from ...scheduling.ranks.sharding import Sharding
 from ..peers import Group, Peers, process_group
-from .asked import Asked, Given, Sharing
+from .asked import Asked
 from .of_rank import OfRank
 
 # Part of every traced program, so that one whose operators meant something else is refused, not run.
@@ -44,11 +46,9 @@ BACKWARD = f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor number, 
 TENSORS = 3 + len(Given._fields)  # of these
 
 
-def traced_attention(
-    q: Tensor, k: Tensor, v: Tensor, given: Given, group: Group, choices: Choices, sharing: Sharing
-) -> tuple[Tensor, Tensor]:
+def traced_attention(asked: Asked, group: Group) -> tuple[Tensor, Tensor]:
     """The operator."""
-    sharding, ulysses, cu_seqlens = sharing
+    q, k, v, given, choices, sharding, ulysses, cu_seqlens = asked
     if isinstance(cu_seqlens, Tensor):
         raise TypeError("a traced program takes cu_seqlens as whole numbers: pass cu_seqlens.tolist(), made outside of the program")
     chunks = ("", list(sharding.lengths), list(sharding.owners)) if isinstance(sharding, Sharding) else (sharding, list[int](), list[int]())
@@ -70,61 +70,43 @@ def _name_of(group: Group) -> str:
 _name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _rank(q: Tensor, k: Tensor, v: Tensor, rest: Sequence[Any], backward_of: int | None = None) -> tuple[OfRank, Given]:
+def _rank(q: Tensor, k: Tensor, v: Tensor, rest: Sequence[Any], backward_of: int | None = None) -> tuple[OfRank, Call]:
     """rest: what follows these tensors."""
     found = dict(zip(REST, rest, strict=True))
     check_version(found["version"], VERSION, "operators")
-    given, ends = Given(*(found[name] for name in Given._fields)), found["cu_seqlens"]
+    ends, mask = found["cu_seqlens"], decode_mask(found["mask"], found["mask_sizes"])
     peers = Peers.named(found["group"]) if found["group"] else Peers.alone()
     sharding = found["sharding"] or Sharding(tuple(found["lengths"]), tuple(found["owners"]))
-    sharing = Sharing(sharding, found["ulysses"], None if ends is None else list(ends))
-    mask, chosen = decode_mask(found["mask"], found["mask_sizes"]), {name: found[name] for name in CHOSEN}
-    choices = Choices(mask=mask, alibi=given.alibi_slopes is not None, **chosen)
-    asked = Asked(q, k, v, given, choices, sharing, peers.count)
-    return OfRank.agreed(asked, peers, found["differentiable"], backward_of), given
+    read = {"q": q, "k": k, "v": v, "mask": mask, "sharding": sharding, "cu_seqlens": None if ends is None else list(ends)}
+    asked = Asked.by_name({**found, **read})
+    rank = OfRank.agreed(asked, peers, found["differentiable"], backward_of)
+    return rank, Call(q, k, v, rank.part.options, None, asked.given.sinks, asked.given.modifiers)
 
 
-@torch.library.custom_op("dash_attn::context_parallel_attention", mutates_args=(), schema=FORWARD)
-def attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The last result is the number of the call, on the host, for its backward."""
-    rank, given = _rank(q, k, v, rest)
-    with rank.everybody.hosts.telling():
-        out, lse = rank.forward(q, k, v, given)
+    rank, call = _rank(q, k, v, rest)
+    out, lse = rank.forward(call)
     return out, lse, torch.tensor(rank.number, device="cpu")
 
 
-@torch.library.custom_op("dash_attn::context_parallel_attention_backward", mutates_args=(), schema=BACKWARD)
-def backward(
+def _run_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, number: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The last result is empty where there are no sinks: an operator returns tensors only."""
-    rank, given = _rank(q, k, v, rest, int(number))
-    with rank.everybody.hosts.telling():
-        dq, dk, dv, dsinks = rank.backward((dout, q, k, v, out), (lse, dlse), given)
+    rank, call = _rank(q, k, v, rest, int(number))
+    dq, dk, dv, dsinks = rank.backward(call, Saved(out, lse), Grads(dout, dlse))
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
-@attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return *empty_results(q, v.shape[-1]), torch.empty((), dtype=torch.int64, device="cpu")
 
 
-@backward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _shapes_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return empty_gradients(*arguments[5:9])
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.choices = inputs[TENSORS:]
-    ctx.save_for_backward(*output, *inputs[:TENSORS])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    out, *rest, sinks, seeds, slopes = ctx.saved_tensors
-    tensors = torch.zeros_like(out) if dout is None else dout, dlse, out, *rest, sinks, seeds, slopes
-    dq, dk, dv, dsinks = torch.ops.dash_attn.context_parallel_attention_backward(*tensors, *ctx.choices)
-    return dq, dk, dv, None if sinks is None else dsinks, *(None,) * (2 + len(ctx.choices))
-
-
-attention.register_autograd(_differentiate, setup_context=_keep_for_backward)
+FORMULA = formula(lambda _: torch.ops.dash_attn.context_parallel_attention_backward, TENSORS, alone=False)
+define_operator(f"context_parallel_attention{FORWARD}", _run, _shapes, FORMULA)
+define_operator(f"context_parallel_attention_backward{BACKWARD}", _run_backward, _shapes_backward)
