@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ..scheduling.order import Sum
+from ..scheduling.order import Sum, neighbours
 from ..scheduling.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -135,9 +135,7 @@ def turn_predecessors(schedule: Schedule) -> NDArray[np.int64]:
         query_head = sequence * problem.heads * problem.group + problem.members(part).start + member
         keys.append(query_head * problem.q_tiles + q_tile)
         turns.append(turn_of)
-    key, turn = np.concatenate(keys), np.concatenate(turns)
-    by_turn = np.lexsort((turn, key))
-    before = np.full(len(key), -1)
-    same = key[by_turn[1:]] == key[by_turn[:-1]]
-    before[by_turn[1:][same]] = by_turn[:-1][same]
+    earlier, later = neighbours(np.concatenate(keys), np.concatenate(turns))
+    before = np.full(schedule.problem.tasks, -1)
+    before[later] = earlier
     return before
