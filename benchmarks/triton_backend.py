@@ -23,24 +23,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from dash_attn import Causal, Documents, Full, Mask, Prefix
+from dash_attn import Causal, Full, Mask
 from dash_attn.backends.triton import passes
-from dash_attn.backends.triton.explain import _as_run, _launches
 from dash_attn.backends.triton.launch import Launch
 from dash_attn.backends.triton.support import architecture_of, triton_version
 from dash_attn.backends.triton.tiles import Tile, Tiles, read_table
 from dash_attn.call.call import Call
 from dash_attn.call.options import AttentionOptions
 from dash_attn.cli.bench import numbers, words
-from dash_attn.masks import TilePattern
 from dash_attn.tools.bench.candidates import OURS, first_line, ours
 from dash_attn.tools.bench.measure import cuda_times, measure
 from dash_attn.tools.bench.report import Row, save
 from dash_attn.tools.machine import gpu_environment
+from triton_compiling import Compiled
 
 from .peers import flex, pytorch_peers
 from .suites import choose
@@ -49,7 +47,6 @@ from .timing import milliseconds
 DEVICE = torch.device("cuda", 0)
 TARGETS = {"backward": {"PyTorch flash deterministic": 1.1, "FlexAttention": 1.0}, "forward": {"FlexAttention": 0.95}}
 BF16, FP32 = torch.bfloat16, torch.float32
-BITS = TilePattern(np.arange(64, dtype=np.uint8).reshape(8, 8) % 3)
 Limits = dict[tuple[Any, ...], float]  # milliseconds, by direction, head dim, mask and length
 
 APART, TOGETHER = False, True  # whether the two passes of the backward are two launches or one
@@ -275,18 +272,17 @@ def distinct(launches: Iterable[Launch]) -> list[Launch]:
 
 def warm(arguments: argparse.Namespace) -> int:
     """Compiles side by side what tests, checks, times and sweeps will ask for one by one."""
-    with patch.object(passes, "architecture_of", return_value=architecture_of(DEVICE)):
-        launches = distinct(launch for call in calls() for launch in every_launch(call))
+    launches = distinct(launch for case in cases(architecture_of(DEVICE)) for launch in every_launch(case))
     began = time.perf_counter()
     failed = compile_all(launches, arguments.processes)
     print(f"{len(launches)} kernels compiled in {time.perf_counter() - began:.0f} s, {len(failed)} cannot: {failed[:5]}")
     return 0
 
 
-def every_launch(call: passes.Passes) -> Iterator[Launch]:
-    yield from _launches(call).values()
-    if call.offsets is not None:
-        yield passes.offsets_launch(call)
+def every_launch(case: Compiled) -> Iterator[Launch]:
+    """Also those with sinks and with a gradient of the LSE."""
+    yield from case.launches().values()
+    call = case.passes
     out, lse = (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in ((call.q.shape, call.q.dtype), (call.lse_shape, FP32)))
     rows, sinks = passes.RowValues.empty(call), torch.empty(call.heads[0], device="meta")
     yield passes.sink_launch(call, rows, sinks, sinks)
@@ -295,26 +291,17 @@ def every_launch(call: passes.Passes) -> Iterator[Launch]:
         yield passes.statistics_launch(call, out, out, lse, lse, rows)
 
 
-def calls() -> Iterator[passes.Passes]:
+def cases(architecture: str) -> Iterator[Compiled]:
     """Of the grid of the tests, and of every kind of mask at the head dims that most tests have."""
-    from gpu_helpers import ragged_map
     from grid import dim_cases, length_cases, softcap_cases
 
     for case in (*length_cases(), *dim_cases(), *softcap_cases()):
-        yield call_of(case.mask, case.heads, (case.dim, case.v_dim or case.dim), case.dtype, case.softcap)
-    for dim in (64, 128):
-        for group in (1, 2):
-            for mask in (Prefix(100), Documents((200, 312)), ragged_map(512, 512), BITS):
-                yield call_of(mask, (2 * group, 2), (dim, dim))
+        dims, group = (case.dim, case.v_dim or case.dim), case.heads[0] // case.heads[1]
+        yield Compiled(architecture, dims, case.dtype, group=group, softcap=case.softcap)
+    for dim, group, kind in product((64, 128), (1, 2), ("rows", "blocks", "bits", "packed")):
+        yield Compiled(architecture, (dim, dim), kind=kind, group=group)
     for dim in (64, 128, 256):
-        yield call_of(Causal(), (4, 2), (dim, dim), FP32)
-
-
-def call_of(mask: Mask, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype = BF16, softcap: float = 0.0) -> passes.Passes:
-    """Lengths decide no kernel."""
-    shapes = (heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])
-    q, k, v = (torch.empty(1, 512, *shape, dtype=dtype, device="meta") for shape in shapes)
-    return passes.Passes(_as_run(Call(q, k, v, AttentionOptions(mask, 0.1, softcap))))
+        yield Compiled(architecture, (dim, dim), FP32, group=2)
 
 
 def main() -> int:
