@@ -65,7 +65,7 @@ def recombined_halves(case: Case, inputs: Inputs, plain: Results) -> Results:
 def _decoded(case: Case, inputs: Inputs, page_size: int, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output and LSE of one batch on its way through a cache."""
     q, k, v, _ = (x.detach() for x in inputs)
-    mask, caches, places = case.read_mask(), *_empty_caches(case, (k, v), page_size)
+    mask, ((k_cache, v_cache), places) = case.read_mask(), _empty_caches(case, (k, v), page_size)
     window = (mask.left, 0) if isinstance(mask, Window) else (-1, -1)
     options: dict[str, Any] = {"causal": not isinstance(mask, Full), "window_size": window, "sinks": sinks}
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -78,7 +78,7 @@ def _decoded(case: Case, inputs: Inputs, page_size: int, sinks: Tensor | None) -
             done = [case.seqlen if any(done) else 0] * len(chosen)
         there: dict[str, Any] = {name: numbers[chosen].to(q.device) for name, numbers in places.items()}
         there["cache_seqlens"] = torch.tensor(done, dtype=torch.int32, device=q.device)
-        found = flash_attn_with_kvcache(asked, *caches, *new, **there, **options, return_softmax_lse=True)
+        found = flash_attn_with_kvcache(asked, k_cache, v_cache, *new, **there, **options, return_softmax_lse=True)
         for place, (i, part) in enumerate(rows):
             out[i, part], lse[i, :, part] = found[0][place], found[1][place]
     return out, lse
