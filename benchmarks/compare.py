@@ -95,13 +95,10 @@ def in_words(shape: Shape, row: dict[str, Any]) -> str:
 
 def compare_memory(trees: Sequence[Path], file: Path | None) -> int:
     """A row per case, with the bytes of each tree: this one, and the others."""
-    common = {"head_dim": MEMORY_DIM, "mask": "causal", "dtype": "bfloat16"}
-    cases = [{"q_heads": q_heads, "kv_heads": kv_heads, **common} for q_heads, kv_heads in MEMORY_HEADS]
-    shapes = [{**case, "seqlen": MEMORY_TOKENS, "batch": 1} for case in cases]
-    *others, here = [measured_in(tree, "memory", shapes) for tree in trees]
+    cases = [Shape("causal", MEMORY_TOKENS, 1, *heads, MEMORY_DIM).to_json() for heads in MEMORY_HEADS]
     rows = []
-    for number, case in enumerate(cases):
-        rows.append({**case, "tokens": MEMORY_TOKENS, "here": here[number], "others": [found[number] for found in others]})
+    for case, *others, here in zip(cases, *(measured_in(tree, "memory", cases) for tree in trees), strict=True):
+        rows.append({**case, "tokens": MEMORY_TOKENS, "here": here, "others": others})
         print(memory_in_words(rows[-1]))
     if file:
         save({"gpu": gpu_and_torch()[0], "others": [str(tree) for tree in trees[:-1]], "rows": rows}, file)
