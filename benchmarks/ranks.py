@@ -14,9 +14,10 @@ small calls with and without the comparison. On a GPU all ranks share the first 
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -29,11 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dash_attn import Causal, Full, Mask, Window, flash_attn_func
-from dash_attn.backends.hopper import ranks, tiles
-from dash_attn.backends.hopper.calls.kernel_names import Variant, backward_kernels, forward_kernel, leg_kernels
-from dash_attn.backends.hopper.calls.tables import mask_kind
-from dash_attn.backends.hopper.support import DTYPES
-from dash_attn.backends.hopper.tiles import CONSUMER_CHOICES
+from dash_attn.backends.hopper import ranks
 from dash_attn.call.options import Choices
 from dash_attn.distributed import context_parallel_attention
 from dash_attn.distributed.context.asked import Asked, Given, Sharing
@@ -44,6 +41,7 @@ from dash_attn.scheduling.ranks.sharding import Sharding
 from dash_attn.scheduling.ranks.units import Unit
 from dash_attn.tools.bench.report import save
 from inputs import make_inputs
+from kernel_variants import VARIANTS
 from played_ranks import Case, play_forward, play_ranks
 from processes import run_processes
 
@@ -52,6 +50,10 @@ from .timing import host_milliseconds, milliseconds, replayed, timed
 from .training import surroundings
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
+NEEDED = re.compile(
+    r"attention_(forward<\w+, \d+, \d|backward<\w+, \d+, \d+, true|backward_of_legs<\w+, \d+, \d+), false, MaskKind::Band(, \d+)?>"
+    r"|end_trips<.*>|(backward_preprocess|backward_postprocess|sink_gradient)<.*, false>"
+)
 ROUNDS = 7
 COMPARISONS, CALLS, CALL_ROUNDS, WARM_UP = 500, 20, 10, 5  # of --cost
 AHEAD = 300_000_000  # cycles that the GPU sleeps while hosts compare
@@ -81,17 +83,9 @@ def plain(case: Case) -> tuple[tuple[Tensor, ...], list[Tensor], Callable[[], tu
 # ---- kernels
 
 
-def kernels_of(case: Case) -> set[tuple[str, str]]:
-    """(header, name) of all that a plain call and ranks load."""
-    dims = tiles.backward_dims(*case.dims)
-    softcap, kind, dtype = bool(case.options.softcap), mask_kind(case.mask), DTYPES[case.dtype]
-    variant = Variant(dtype, dims[0], softcap, kind)
-    dim, v_dim = tiles.forward_dims(*case.dims)
-    choices = CONSUMER_CHOICES[tiles.kernel_dim(*case.dims)]
-    forward = [forward_kernel(Variant(dtype, dim, softcap, kind), consumers, v_dim) for consumers in choices]
-    found = [leg_kernels(variant, dims[1]), backward_kernels(variant, dims[1], ordered=True)]
-    others = (getattr(kernels, field.name) for kernels in found for field in fields(kernels))
-    return {(kernel.header, kernel.name) for kernel in (*forward, *others) if kernel is not None}
+def needed_kernels() -> set[tuple[str, str]]:
+    """Of plain calls and of ranks, without softcap."""
+    return {variant for variant in VARIANTS if NEEDED.fullmatch(variant[1])}
 
 
 # ---- bits
@@ -300,7 +294,7 @@ def main(arguments: list[str] | None = None) -> None:
     if chosen.cost:
         return costs(chosen.ranks, chosen.json)
     if chosen.compile:
-        compile_ahead(set.union(*map(kernels_of, [*(case for case, _ in checked_cases()), *timed_cases()])))
+        compile_ahead(needed_kernels())
     if not (chosen.check or chosen.long or chosen.time):
         return
     results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "check": [], "time": []}
