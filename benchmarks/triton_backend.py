@@ -1,6 +1,7 @@
-"""The Triton backend on this GPU: python -m benchmarks.triton_backend --time | --sweep | --warm
+"""The Triton backend on this GPU: python -m benchmarks.triton_backend --judge FILE | --sweep | --warm
 
---time:  paper shapes beside PyTorch's deterministic flash backward and FlexAttention; writes JSON.
+--judge: what `python -m benchmarks.suite paper --backend triton` wrote, beside PyTorch's deterministic flash backward and FlexAttention;
+         exits with 1 if it misses a target. It needs no GPU.
 --sweep: every pass with other tiles, to choose src/dash_attn/backends/triton/tiles.json; writes JSON, and with --table the new table.
 --warm:  compiles what the others (and tests/gpu/test_gpu_triton.py) need, in processes side by side.
 """
@@ -33,15 +34,12 @@ from dash_attn.backends.triton.support import architecture_of, triton_version
 from dash_attn.backends.triton.tiles import Tile, Tiles, read_table
 from dash_attn.call.call import Call
 from dash_attn.call.options import AttentionOptions
-from dash_attn.cli.bench import numbers, words
-from dash_attn.tools.bench.candidates import OURS, first_line, ours
-from dash_attn.tools.bench.measure import cuda_times, measure
-from dash_attn.tools.bench.report import Row, save
-from dash_attn.tools.machine import gpu_environment
+from dash_attn.cli.bench import numbers
+from dash_attn.tools.bench.candidates import OURS, first_line
+from dash_attn.tools.bench.report import Row, save, shape_of, unique
 from triton_compiling import Compiled
 
-from .peers import flex, pytorch_peers
-from .suites import choose
+from .result_files import read
 from .timing import milliseconds
 
 DEVICE = torch.device("cuda", 0)
@@ -77,22 +75,15 @@ SWEEP: dict[int, dict[str, tuple[Any, ...]]] = {
 # ---- beside others
 
 
-def timed(arguments: argparse.Namespace) -> int:
-    """1 if a target is missed."""
-    candidates = [*ours(False, "triton"), *(peer for peer in pytorch_peers() if peer.deterministic), flex()]
-    shapes = choose("paper", arguments.seqlens, arguments.head_dims, arguments.masks)
-    results: dict[str, Any] = {"environment": gpu_environment("triton"), "repeats": arguments.repeats, "rows": []}
-    missed = 0
-    for shape in shapes:
-        rows = measure(shape, candidates, arguments.repeats, cuda_times, DEVICE)
-        results["rows"] += rows
-        save(results, arguments.output)
-        for direction in TARGETS:
-            said, misses = beside_peers(direction, {row["candidate"]: row for row in rows if row["pass"] == direction})
-            missed += misses
-            print(f"{shape} {direction}: {said}", flush=True)
-        torch.cuda.empty_cache()
-    print(json.dumps({"shapes": len(shapes), "missed": missed, "file": str(arguments.output)}))
+def judged(path: Path) -> int:
+    """1 if a target is missed, by a file of results."""
+    rows, missed = read(path)["rows"], 0
+    for shape, direction in unique((shape_of(row), row["pass"]) for row in rows):
+        of_case = {row["candidate"]: row for row in rows if (shape_of(row), row["pass"]) == (shape, direction)}
+        said, misses = beside_peers(direction, of_case)
+        missed += misses
+        print(f"{shape} {direction}: {said}")
+    print(f"{missed} missed")
     return 1 if missed else 0
 
 
@@ -159,7 +150,7 @@ def sweep(arguments: argparse.Namespace) -> int:
     launches = (launch for some in jobs.values() for job in some for launch in job.launches((1, 256, 1), Causal(), memory))
     troubles = compile_all(distinct(launches), arguments.processes)
     rows, failures = measure_tiles(jobs, arguments.seqlens or (512, 2048, 16384), arguments.repeats)
-    limits = limits_of(json.loads(arguments.limits.read_text(encoding="utf-8"))["rows"]) if arguments.limits else {}
+    limits = limits_of(read(arguments.limits)["rows"]) if arguments.limits else {}
     architecture, chosen = architecture_of(DEVICE), choose_tiles(jobs, rows, limits)
     found = {"environment": {"gpu": torch.cuda.get_device_name(DEVICE), "triton": triton_version()}, "architecture": architecture}
     found |= {"rows": rows, "failures": failures, "chosen": [job._asdict() for job in chosen]}
@@ -217,7 +208,7 @@ def place_of(row: Row) -> tuple[Any, ...]:
 
 
 def limits_of(rows: list[Row]) -> Limits:
-    """Of the rows of a file that --time wrote: the milliseconds at which every target of a shape is reached."""
+    """Of the rows of a file that the suite wrote: the milliseconds at which every target of a shape is reached."""
     limits: Limits = {}
     for row in rows:
         least = TARGETS.get(row["pass"], {}).get(row["candidate"])
@@ -307,25 +298,22 @@ def cases(architecture: str) -> Iterator[Compiled]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
-    for name in RUNS:
-        what.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--repeats", type=int, help="of each run (default: 20 to time, 7 to sweep)")
+    what.add_argument("--judge", type=Path, metavar="FILE")
+    what.add_argument("--sweep", action="store_true")
+    what.add_argument("--warm", action="store_true")
+    parser.add_argument("--repeats", type=int, default=7, help="of each run (default: 7)")
     parser.add_argument("--seqlens", type=numbers, metavar="N,N")
     parser.add_argument("--head-dims", type=numbers, metavar="N,N")
-    parser.add_argument("--masks", type=words, metavar="NAME,NAME")
     parser.add_argument("--processes", type=int, default=12, help="that compile at once")
     parser.add_argument("--table", type=Path, metavar="FILE", help="--sweep writes tiles.json with the best tiles there")
     parser.add_argument("--limits", type=Path, metavar="FILE", help="--sweep prefers tiles that reach the targets beside the peers in FILE")
     parser.add_argument("--output", type=Path, default=Path("triton-backend.json"), metavar="FILE")
     arguments = parser.parse_args()
+    if arguments.judge is not None:
+        return judged(arguments.judge)
     if not torch.cuda.is_available():
         raise SystemExit("this needs a GPU; PyTorch finds none")
-    if arguments.repeats is None:
-        arguments.repeats = 20 if arguments.time else 7
-    return next(run for name, run in RUNS.items() if getattr(arguments, name))(arguments)
-
-
-RUNS = {"time": timed, "sweep": sweep, "warm": warm}
+    return (sweep if arguments.sweep else warm)(arguments)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 
 import pytest
 
+from bench_results import made_up_results, made_up_row
 from benchmarks import decode, ranks
 from dash_attn.backends.hopper.calls.decode import APPEND
 from dash_attn.backends.hopper.calls.kernel_names import Variant, backward_kernels, decode_kernel, forward_kernel, leg_kernels
@@ -19,6 +21,8 @@ from dash_attn.backends.hopper.tiles import (
     forward_dims,
     kernel_dim,
 )
+from dash_attn.tools.bench.report import save
+from dash_attn.tools.bench.shape import Shape
 from kernel_variants import VARIANTS
 
 
@@ -62,3 +66,23 @@ def test_targets_beside_peers() -> None:
     without = {"dash-attn": mine, "FlexAttention": {"reason": "none"}}
     assert beside_peers("backward", without) == ("2.000 ms, 300 TFLOP/s, PyTorch flash deterministic: not there, FlexAttention: none", 2)
     assert beside_peers("forward", {"dash-attn": {"status": "failed check", "reason": "dq is off"}}) == ("failed check: dq is off", 1)
+
+
+def test_results_of_a_suite_are_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both passes of each shape, by the file alone."""
+    pytest.importorskip("triton")
+    from benchmarks.triton_backend import judged
+
+    shape, results = Shape("causal", 1024, 16, 16, 16, 128), made_up_results()
+    rows = [made_up_row(direction, shape, "dash-attn", median_ms=1.0) for direction in ("forward", "backward")]
+    for direction, name in (("backward", "PyTorch flash deterministic"), ("backward", "cuDNN"), ("forward", "cuDNN")):
+        rows.append(made_up_row(direction, shape, name, median_ms=2.0))
+    flex = [{**row, "candidate": "FlexAttention"} for row in rows if row["candidate"] == "cuDNN"]
+    save({**results, "rows": [*rows, *flex]}, tmp_path / "good.json")
+    assert judged(tmp_path / "good.json") == 0
+    save({**results, "rows": [*rows, flex[0]]}, tmp_path / "bad.json")
+    assert judged(tmp_path / "bad.json") == 1
+    said = capsys.readouterr().out
+    assert said.count("2.00 x FlexAttention") == 3
+    assert "FlexAttention: not there" in said
+    assert said.endswith("\n1 missed\n")
