@@ -32,6 +32,7 @@ from torch import Tensor
 import dash_attn
 import dash_attn.nn
 from dash_attn.ledgers import compare_runs
+from dash_attn.tools.bench.candidates import first_line
 from dash_attn.tools.bench.report import save
 from dash_attn.tools.machine import gpu_environment
 from train_example import EXAMPLE, module_of
@@ -133,7 +134,7 @@ def measure(name: str, settings: dict[str, Any], folder: Path) -> dict[str, Any]
         again, _ = train(folder / "again", settings, attend, deterministic, "default")
         in_turns = neighbours(folder / "in turns", settings, attend, deterministic) if is_ours else None
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
-        return {"name": name, "missing": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+        return {"name": name, "missing": first_line(error)}
     tokens = settings["micro_batches"] * settings["size"] * settings["length"]
     seconds = {ledger: median(steps) for ledger, (_, steps) in found.items()}
     compared = compare_runs(folder / "default", folder / "again")
