@@ -1,6 +1,6 @@
-"""Ranks that share a sequence, on one Hopper GPU: python -m benchmarks.ranks [--compile] [--check] [--long] [--time] [--cost] [--json FILE]
+"""Ranks that share a sequence, on one Hopper GPU: python -m benchmarks.ranks [--check] [--long] [--time] [--cost] [--json FILE]
 
---compile: all kernels that the others need, in as many processes as there are cores. It needs no GPU.
+`python -m benchmarks.kernels ranks` compiles before what these load.
 --check: one process plays all ranks; O, LSE, dQ, dK and dV must be those of the plain call, bit by bit, and a state that is rounded
 must change them. Small shapes come first, so that whatever is wrong shows early. Every second run has launches that overlap.
 --long: the same from 16384 to 131072 tokens on 2 to 16 ranks.
@@ -14,7 +14,6 @@ small calls with and without the comparison. On a GPU all ranks share the first 
 from __future__ import annotations
 
 import argparse
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -41,19 +40,13 @@ from dash_attn.scheduling.ranks.sharding import Sharding
 from dash_attn.scheduling.ranks.units import Unit
 from dash_attn.tools.bench.report import save
 from inputs import make_inputs
-from kernel_variants import VARIANTS
 from played_ranks import Case, play_forward, play_ranks
 from processes import run_processes
 
-from .kernels import compile_ahead
 from .timing import host_milliseconds, milliseconds, replayed, timed
 from .training import surroundings
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
-NEEDED = re.compile(
-    r"attention_(forward<\w+, \d+, \d|backward<\w+, \d+, \d+, true|backward_of_legs<\w+, \d+, \d+), false, MaskKind::Band(, \d+)?>"
-    r"|end_trips<.*>|(backward_preprocess|backward_postprocess|sink_gradient)<.*, false>"
-)
 ROUNDS = 7
 COMPARISONS, CALLS, CALL_ROUNDS, WARM_UP = 500, 20, 10, 5  # of --cost
 AHEAD = 300_000_000  # cycles that the GPU sleeps while hosts compare
@@ -78,14 +71,6 @@ def plain(case: Case) -> tuple[tuple[Tensor, ...], list[Tensor], Callable[[], tu
     leaves = [x.detach().requires_grad_() for x in inputs]
     out, lse = flash_attn_func(*leaves, mask=case.mask, return_lse=True)
     return tensors, [out.detach(), lse.detach()], lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
-
-
-# ---- kernels
-
-
-def needed_kernels() -> set[tuple[str, str]]:
-    """Of plain calls and of ranks, without softcap."""
-    return {variant for variant in VARIANTS if NEEDED.fullmatch(variant[1])}
 
 
 # ---- bits
@@ -283,7 +268,6 @@ def asked(chosen: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict[s
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compile", action="store_true", help="compile all kernels at once")
     parser.add_argument("--check", action="store_true", help="compare bits")
     parser.add_argument("--long", action="store_true", help="compare bits of long sequences")
     parser.add_argument("--time", action="store_true", help="time the slowest rank")
@@ -293,8 +277,6 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     if chosen.cost:
         return costs(chosen.ranks, chosen.json)
-    if chosen.compile:
-        compile_ahead(needed_kernels())
     if not (chosen.check or chosen.long or chosen.time):
         return
     results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "check": [], "time": []}

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from bench_results import made_up_results, made_up_row
-from benchmarks import decode, ranks
+from benchmarks import ranks
+from benchmarks.kernels import needed_by
 from dash_attn.backends.hopper.calls.decode import APPEND
 from dash_attn.backends.hopper.calls.kernel_names import Variant, backward_kernels, decode_kernel, forward_kernel, leg_kernels
 from dash_attn.backends.hopper.support import DTYPES
@@ -27,7 +28,7 @@ from kernel_variants import VARIANTS
 
 
 def test_kernels_of_decode() -> None:
-    needed = decode.needed_kernels()
+    needed = needed_by("decode")
     flags = [(dtype, softcap) for dtype in ("bf16", "f16") for softcap in (False, True)]
     asked = [APPEND, *(decode_kernel(dtype, dim, softcap) for dtype, softcap in flags for dim in KERNEL_DIMS)]
     asked += [decode_kernel(dtype, dim, softcap, columns) for dtype, softcap in flags for dim, columns, _ in CLUSTERS]
@@ -47,7 +48,7 @@ def test_kernels_of_ranks() -> None:
         loaded |= {kernel for kernels in found for kernel in vars(kernels).values() if kernel is not None}
         dim, v_dim = forward_dims(*case.dims)
         loaded |= {forward_kernel(Variant(dtype, dim, False, "Band"), n, v_dim) for n in CONSUMER_CHOICES[kernel_dim(*case.dims)]}
-    needed = ranks.needed_kernels()
+    needed = needed_by("ranks")
     assert {(kernel.header, kernel.name) for kernel in loaded} <= needed <= set(VARIANTS)
     assert len(needed) <= len(loaded) + 10
 
