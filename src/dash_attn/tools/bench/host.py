@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -107,13 +108,11 @@ def _on_gpu(attention: Attention) -> Attention:
 
 def _passes(name: str, attention: Attention, tensors: Any, kernel: str | None = None) -> list[Timed]:
     """A forward without gradients, one with, and a backward."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
     *inputs, dout = tensors
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-
-    def around() -> AbstractContextManager[Any]:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        return nullcontext() if kernel is None else sdpa_kernel(getattr(SDPBackend, kernel))
+    around = nullcontext if kernel is None else partial(sdpa_kernel, getattr(SDPBackend, kernel))
 
     def backward() -> Step:
         out = attention(*leaves)
