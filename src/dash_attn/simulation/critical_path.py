@@ -40,7 +40,10 @@ class _Backtrack:
         self.add_start = self.run.add_start.ravel()
         self.ticket_of = np.repeat(np.arange(len(self.run.worker)), np.diff(self.run.offsets))
         self.turn_before = turn_predecessors(timeline.schedule)
-        self.sum_before = _previous(_sums(timeline.schedule))  # turns are in the order of tickets
+        problem, kinds = timeline.schedule.problem, len(timeline.schedule.order.kinds)
+        tickets = timeline.schedule.tickets.tolist()
+        sums = [(s, part // problem.parts, Sum.of_part(problem, part, kinds).number, kv_tile) for s, part, kv_tile in tickets]
+        self.sum_before = _previous(sums)  # turns are in the order of tickets
         takes_time = (np.diff(self.run.offsets) > 0) | bool(self.run.add_start.size)
         self.chain_before = _previous(self.run.worker.tolist(), takes_time)
         self.hand_over = max(self.costs.reduce, self.costs.latency)
@@ -115,15 +118,6 @@ def _previous(places: Sequence[Hashable], counted: NDArray[np.bool_] | None = No
         if counted is None or counted[ticket]:
             latest[place] = ticket
     return before
-
-
-def _sums(schedule: Schedule) -> list[tuple[int, ...]]:
-    """The sum that each ticket adds dK and dV to."""
-    problem, kinds = schedule.problem, len(schedule.order.kinds)
-    return [
-        (sequence, part // problem.parts, Sum.of_part(problem, part, kinds).number, kv_tile)
-        for sequence, part, kv_tile in schedule.tickets.tolist()
-    ]
 
 
 def turn_predecessors(schedule: Schedule) -> NDArray[np.int64]:
