@@ -1,9 +1,12 @@
-"""Compares this tree with other checkouts: python -m benchmarks.compare OTHER/src [ANOTHER/src ...] [--suite paper] [--forward] [--graphs]
+"""Compares this tree with other checkouts, if there are any, and with cuDNN:
+python -m benchmarks.compare OTHER/src [ANOTHER/src ...] [--suite paper] [--forward] [--graphs]
 
 Every tree is run once in a process of its own, in turn, five times over. Speeds are relative to cuDNN's in the same process: clocks
 differ by 10 % between machines and minutes, so a change of a kernel is judged by this, not by figures of another day.
 Each row has medians, their spread, and a verdict: whether this tree is more than 1 % slower, and whether bits are others.
---graphs captures each call once as a CUDA graph and times replays: what the host does does not show.
+--graphs captures each call once as a CUDA graph and times replays: what the host does does not show. --launched times three calls at
+once behind a short sleep of the GPU, which hides only some of the host's time. Suite host-limited has backwards that take the GPU less
+time than the host: `--suite host-limited --launched`, and `--graphs`.
 
 --memory: of a backward at 32k tokens. Each tree tells its workspace, which needs no GPU. On a Hopper GPU it also runs a backward and
 reports by how much the memory in use rose above what was there before, the gradients themselves left out.
@@ -41,7 +44,13 @@ LENGTHS = {  # by head dim and mask
 SHORT = tuple(Shape(mask, n, 16384 // n, 2048 // dim, 2048 // dim, dim) for (dim, mask), lengths in LENGTHS.items() for n in lengths)
 MEMORY_HEADS = [(8, 1), (71, 1), (64, 8)]  # query and KV heads
 MEMORY_TOKENS, MEMORY_DIM = 32768, 128
-COMPARED = {"short": Cases(SHORT), **{name: SUITES[name] for name in ("paper", "ranks", "masks")}}
+HOST_LIMITED = (
+    Shape("causal", 384, 8, 16, 16, 128),
+    Shape("causal", 200, 32, 16, 16, 64),
+    Shape("full", 1000, 4, 16, 16, 128),
+    Shape("causal", 4096, 1, 8, 8, 128),
+)
+COMPARED = {"short": Cases(SHORT), "host-limited": Cases(HOST_LIMITED), **{name: SUITES[name] for name in ("paper", "ranks", "masks")}}
 Found = dict[str, Any]
 
 
@@ -77,20 +86,19 @@ def row_of(shape: Shape, by_tree: Sequence[Sequence[Found]]) -> dict[str, Any]:
 
 def in_words(shape: Shape, row: dict[str, Any]) -> str:
     others = ", ".join(f"{median(speeds):.3f} ({change:+.1%})" for speeds, change in zip(row["others"], row["change"], strict=True))
-    said = f"{median(row['here']):.3f} ({min(row['here']):.3f} to {max(row['here']):.3f}), {median(row['here_ms']):.3f} ms, others {others}"
+    said = f"{median(row['here']):.3f} ({min(row['here']):.3f} to {max(row['here']):.3f}), {median(row['here_ms']):.3f} ms"
+    if not others:
+        return f"{shape}: {said}"
     verdict = f"more than {LIMIT:.0%} SLOWER" if row["slower"] else "not slower"
-    return f"{shape}: {said}: {verdict}{'' if row['same_bits'] else ', OTHER BITS'}"
+    return f"{shape}: {said}, others {others}: {verdict}{'' if row['same_bits'] else ', OTHER BITS'}"
 
 
 def compare_memory(trees: Sequence[Path], file: Path | None) -> int:
     """A row per case, with the bytes of each tree: this one, and the others."""
-    common = {"head_dim": MEMORY_DIM, "mask": "causal", "dtype": "bfloat16"}
-    cases = [{"q_heads": q_heads, "kv_heads": kv_heads, **common} for q_heads, kv_heads in MEMORY_HEADS]
-    shapes = [{**case, "seqlen": MEMORY_TOKENS, "batch": 1} for case in cases]
-    *others, here = [measured_in(tree, "memory", shapes) for tree in trees]
+    cases = [Shape("causal", MEMORY_TOKENS, 1, *heads, MEMORY_DIM).to_json() for heads in MEMORY_HEADS]
     rows = []
-    for number, case in enumerate(cases):
-        rows.append({**case, "tokens": MEMORY_TOKENS, "here": here[number], "others": [found[number] for found in others]})
+    for case, *others, here in zip(cases, *(measured_in(tree, "memory", cases) for tree in trees), strict=True):
+        rows.append({**case, "tokens": MEMORY_TOKENS, "here": here, "others": others})
         print(memory_in_words(rows[-1]))
     if file:
         save({"gpu": gpu_and_torch()[0], "others": [str(tree) for tree in trees[:-1]], "rows": rows}, file)
@@ -113,7 +121,10 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--memory", action="store_true", help="workspaces instead of times; also of this tree alone")
     parser.add_argument("--suite", choices=tuple(COMPARED), default="short", help="which shapes (default: short)")
     parser.add_argument("--forward", action="store_true", help="the forward instead of the backward")
-    parser.add_argument("--graphs", action="store_true", help="time replays of CUDA graphs")
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--graphs", dest="way", action="store_const", const="graphs", help="time replays of CUDA graphs")
+    ways.add_argument("--launched", dest="way", action="store_const", const="launched", help="with some of the host's time")
+    parser.set_defaults(way="queued")
     parser.add_argument("--processes", type=int, default=5, metavar="N", help="of each tree (default: 5)")
     parser.add_argument("--runs", type=int, default=RUNS, metavar="N", help=f"timed runs of a process (default: {RUNS})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
@@ -121,14 +132,12 @@ def main(words: list[str] | None = None) -> int:
     trees, shapes = [*arguments.others, HERE], COMPARED[arguments.suite].shapes()
     if arguments.memory:
         return compare_memory(trees, arguments.json)
-    if not arguments.others:
-        parser.error("times are compared with those of another checkout: OTHER/src")
     processes = []
     with described(shapes) as asked:
         for number in range(arguments.processes):
             print(f"process {number + 1} of {arguments.processes} of each tree", file=sys.stderr, flush=True)
             turn = slice(None, None, -1 if number % 2 else 1)  # another one begins each time
-            options = arguments.forward, arguments.graphs, arguments.runs
+            options = arguments.forward, arguments.way, arguments.runs
             processes.append([measured_in(tree, "measure", asked, *options) for tree in trees[turn]][turn])
     rows = []
     for number, shape in enumerate(shapes):
@@ -139,7 +148,7 @@ def main(words: list[str] | None = None) -> int:
     if arguments.json:
         gpu, version = gpu_and_torch()
         head = {"relative_to": "cuDNN", "suite": arguments.suite, "pass": "forward" if arguments.forward else "backward"}
-        head |= {"graphs": arguments.graphs, "gpu": gpu, "torch": version, "commit": package_commit()}
+        head |= {"way": arguments.way, "graphs": arguments.way == "graphs", "gpu": gpu, "torch": version, "commit": package_commit()}
         save({**head, "others": [str(tree) for tree in arguments.others], "rows": rows}, arguments.json)
     return int(slower > 0)
 

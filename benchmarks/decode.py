@@ -1,6 +1,6 @@
-"""Attention to a cache on a Hopper GPU: does it compile clean, are its bits those of training, how fast is it.
+"""Attention to a cache on a Hopper GPU: are its bits those of training, how fast is it.
 
-    python -m benchmarks.decode --compile                  needs no GPU
+    python -m benchmarks.kernels decode                    compiles all that this loads; needs no GPU
     timeout 300 python -m benchmarks.decode --check 200    bits against the whole forward, small cases first, a verdict per case
     timeout 300 python -m benchmarks.decode --check 200 --columns 32
     timeout 300 python -m benchmarks.decode --time         TB/s beside others, by CUDA graphs (benchmarks.suite decode: launched one by one)
@@ -22,10 +22,8 @@ import torch
 from cached import CacheCase, play
 from dash_attn.tools.bench.candidates import first_line, make_tensors
 from dash_attn.tools.bench.shape import Shape
-from kernel_variants import VARIANTS
 
 from .cache_peers import copies_of, decode_candidates
-from .kernels import compile_ahead
 from .suites import choose
 from .timing import milliseconds, replayed
 
@@ -35,12 +33,6 @@ LONGEST = 100_000 if DEVICE == "cuda" else 20_000  # keys of a random case
 MOST_WRONG = 20  # cases, until the rest is left out
 RUNS = 12
 PAGE_SIZES = (0, 16, 64, 256)  # to time; 0: rows
-
-
-def needed_kernels() -> set[tuple[str, str]]:
-    """Of caches, and of the forward that --check compares with."""
-    forwards = {variant for variant in VARIANTS if variant[1].startswith("attention_forward<") and "MaskKind::Band" in variant[1]}
-    return forwards | {variant for variant in VARIANTS if variant[0].startswith("decode/")}
 
 
 # ---- check
@@ -133,7 +125,6 @@ def time_all() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--check", type=int, metavar="CASES", help="random cases after the small ones")
     parser.add_argument("--time", action="store_true")
     columns_help = "of V per CTA of a cluster, however many units: 16, 32 or 64; 0: no clusters; else as it is"
@@ -142,9 +133,7 @@ def main() -> int:
     if chosen.columns is not None:
         clusters = tuple((dim, chosen.columns, 10**6) for dim in (64, 128) if 0 < chosen.columns < dim)
         import_module("dash_attn.backends.hopper.calls.decode").CLUSTERS = clusters
-    bad = compile_ahead(needed_kernels()) if chosen.compile else 0
-    if chosen.check is not None:
-        bad += check((*SMALL, *(random_case(i) for i in range(chosen.check))))
+    bad = 0 if chosen.check is None else check((*SMALL, *(random_case(i) for i in range(chosen.check))))
     if chosen.time:
         time_all()
     return int(bad > 0)

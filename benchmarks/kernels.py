@@ -2,6 +2,8 @@
 
 `make test-all` does the same with the newest NVRTC, and CI with some of the variants. PyTorch's builds bring older ones, whose
 register allocation differs: `make kernels NVRTC=13.0.88` checks with that one, in an environment of its own.
+
+`python -m benchmarks.kernels ranks decode` compiles, into the cache on disk, what those scripts will load.
 """
 
 from __future__ import annotations
@@ -14,6 +16,16 @@ from typing import Any
 
 from dash_attn.backends.hopper.driver.compile import compile_kernel, compile_uncached, compiler_version
 from kernel_variants import VARIANTS, allowed_bytes, assembler_complaints
+
+NEEDED = {  # by script: header and name
+    "decode": r"decode/.*|forward/\S+ attention_forward<.*MaskKind::Band.*",  # of caches, and of the forward that --check compares with
+    "ranks": r"\S+ attention_(forward<\w+, \d+, \d|backward<\w+, \d+, \d+, true|backward_of_legs<.*, \d+), false, MaskKind::Band(, \d+)?>"
+    r"|\S+ (end_trips<.*|(backward_preprocess|backward_postprocess|sink_gradient)<.*, false)>",  # of plain calls and of ranks
+}
+
+
+def needed_by(script: str) -> set[tuple[str, str]]:
+    return {variant for variant in VARIANTS if re.fullmatch(NEEDED[script], " ".join(variant))}
 
 
 def compile_ahead(kernels: Iterable[tuple[str, str]], allowed: Callable[[str], int] = lambda name: 0, cached: bool = True) -> int:
@@ -33,4 +45,7 @@ def compile_ahead(kernels: Iterable[tuple[str, str]], allowed: Callable[[str], i
 
 
 if __name__ == "__main__":
-    sys.exit(compile_ahead(VARIANTS, allowed_bytes, cached=False) > 0)
+    if unknown := set(sys.argv[1:]) - set(NEEDED):
+        sys.exit(f"no such script: {', '.join(unknown)}; choose from {', '.join(NEEDED)}")
+    some = set[tuple[str, str]]().union(*map(needed_by, sys.argv[1:]))
+    sys.exit((compile_ahead(some) if some else compile_ahead(VARIANTS, allowed_bytes, cached=False)) > 0)

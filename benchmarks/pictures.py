@@ -5,7 +5,6 @@ Of cases that form no grid: one row per case, one dot per kernel. Speeds relativ
 
 from __future__ import annotations
 
-import json
 import math
 import textwrap
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from dash_attn.tools.bench.candidates import CUDNN, EQUAL_HEADS, OURS, UNORDERED, is_ours
-from dash_attn.tools.bench.report import Results, Row, kind, shape_of, unique
+from dash_attn.tools.bench.report import Results, Row, kind, relative_rows, shape_of, unique
 from dash_attn.tools.calibrate.pictures import OTHER_LOOK, SCHEDULE_LOOKS, in_known_order, thousands, write
 from dash_attn.viewing.style import INK
 
@@ -167,15 +166,6 @@ def draw_schedules(results: Results, path: Path) -> None:
     if not any(is_schedule(row["candidate"]) for row in rows):
         raise ValueError(f"these results hold no schedules next to {UNORDERED!r} (--schedules times them): nothing to draw")
     write(path, lambda: _schedules_figure(results, rows))
-
-
-def relative_rows(rows: list[Row]) -> list[Row]:
-    """The backwards of auto and of each schedule, with their speed `relative` to the unordered kernel on the same shape."""
-    timed = [row for row in rows if row["pass"] == "backward" and row.get("median_ms")]
-    unordered = {json.dumps(row["shape"]): row["median_ms"] for row in timed if row["candidate"] == UNORDERED}
-    kept = [row for row in timed if row["candidate"] == OURS or is_schedule(row["candidate"])]
-    pairs = [(row, unordered.get(json.dumps(row["shape"]))) for row in kept]
-    return [{**row, "relative": time / row["median_ms"]} for row, time in pairs if time]
 
 
 def _schedules_figure(results: Results, rows: list[Row]) -> Any:

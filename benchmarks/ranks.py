@@ -1,6 +1,6 @@
-"""Ranks that share a sequence, on one Hopper GPU: python -m benchmarks.ranks [--compile] [--check] [--long] [--time] [--cost] [--json FILE]
+"""Ranks that share a sequence, on one Hopper GPU: python -m benchmarks.ranks [--check] [--long] [--time] [--cost] [--json FILE]
 
---compile: all kernels that the others need, in as many processes as there are cores. It needs no GPU.
+`python -m benchmarks.kernels ranks` compiles before what these load.
 --check: one process plays all ranks; O, LSE, dQ, dK and dV must be those of the plain call, bit by bit, and a state that is rounded
 must change them. Small shapes come first, so that whatever is wrong shows early. Every second run has launches that overlap.
 --long: the same from 16384 to 131072 tokens on 2 to 16 ranks.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -29,11 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dash_attn import Causal, Full, Mask, Window, flash_attn_func
-from dash_attn.backends.hopper import ranks, tiles
-from dash_attn.backends.hopper.calls.kernel_names import Variant, backward_kernels, forward_kernel, leg_kernels
-from dash_attn.backends.hopper.calls.tables import mask_kind
-from dash_attn.backends.hopper.support import DTYPES
-from dash_attn.backends.hopper.tiles import CONSUMER_CHOICES
+from dash_attn.backends.hopper import ranks
 from dash_attn.call.call import Given
 from dash_attn.call.options import Choices
 from dash_attn.distributed import context_parallel_attention
@@ -48,7 +44,6 @@ from inputs import make_inputs
 from played_ranks import Case, play_forward, play_ranks
 from processes import run_processes
 
-from .kernels import compile_ahead
 from .timing import host_milliseconds, milliseconds, replayed, timed
 from .training import surroundings
 
@@ -77,22 +72,6 @@ def plain(case: Case) -> tuple[tuple[Tensor, ...], list[Tensor], Callable[[], tu
     leaves = [x.detach().requires_grad_() for x in inputs]
     out, lse = flash_attn_func(*leaves, mask=case.mask, return_lse=True)
     return tensors, [out.detach(), lse.detach()], lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
-
-
-# ---- kernels
-
-
-def kernels_of(case: Case) -> set[tuple[str, str]]:
-    """(header, name) of all that a plain call and ranks load."""
-    dims = tiles.backward_dims(*case.dims)
-    softcap, kind, dtype = bool(case.options.softcap), mask_kind(case.mask), DTYPES[case.dtype]
-    variant = Variant(dtype, dims[0], softcap, kind)
-    dim, v_dim = tiles.forward_dims(*case.dims)
-    choices = CONSUMER_CHOICES[tiles.kernel_dim(*case.dims)]
-    forward = [forward_kernel(Variant(dtype, dim, softcap, kind), consumers, v_dim) for consumers in choices]
-    found = [leg_kernels(variant, dims[1]), backward_kernels(variant, dims[1], ordered=True)]
-    others = (getattr(kernels, field.name) for kernels in found for field in fields(kernels))
-    return {(kernel.header, kernel.name) for kernel in (*forward, *others) if kernel is not None}
 
 
 # ---- bits
@@ -290,7 +269,6 @@ def asked(chosen: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict[s
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compile", action="store_true", help="compile all kernels at once")
     parser.add_argument("--check", action="store_true", help="compare bits")
     parser.add_argument("--long", action="store_true", help="compare bits of long sequences")
     parser.add_argument("--time", action="store_true", help="time the slowest rank")
@@ -300,8 +278,6 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     if chosen.cost:
         return costs(chosen.ranks, chosen.json)
-    if chosen.compile:
-        compile_ahead(set.union(*map(kernels_of, [*(case for case, _ in checked_cases()), *timed_cases()])))
     if not (chosen.check or chosen.long or chosen.time):
         return
     results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "check": [], "time": []}

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import json
-import sys
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,14 +32,15 @@ from torch import Tensor
 import dash_attn
 import dash_attn.nn
 from dash_attn.ledgers import compare_runs
+from dash_attn.tools.bench.candidates import first_line
 from dash_attn.tools.bench.report import save
 from dash_attn.tools.machine import gpu_environment
+from train_example import EXAMPLE, module_of
 
 from . import one_tree
 from .peers import first
 from .timing import timed
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "train.py"
 REAL = {"layers": 12, "width": 1024, "heads": 8, "length": 8192, "vocabulary": 32768, "size": 1, "micro_batches": 2, "workers": 4}
 SMALL = {"layers": 2, "width": 64, "heads": 2, "length": 128, "vocabulary": 64, "size": 1, "micro_batches": 2}
 WARM_UP = 3  # steps that are not timed
@@ -82,12 +82,8 @@ LEDGER_OF: dict[str, Callable[..., Any]] = {"none": lambda *_, **__: nullcontext
 
 def example() -> ModuleType:
     """Weights are made on the device and no checkpoint is written: both would take longer than the steps."""
-    spec = importlib.util.spec_from_file_location("train_example", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_example"] = module  # dataclasses look there
-    spec.loader.exec_module(module)
+    module = module_of(EXAMPLE)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as the example sets it in a process of its own
     make_model = module.Gpt
 
     def on_device(config: Any) -> Any:
@@ -138,7 +134,7 @@ def measure(name: str, settings: dict[str, Any], folder: Path) -> dict[str, Any]
         again, _ = train(folder / "again", settings, attend, deterministic, "default")
         in_turns = neighbours(folder / "in turns", settings, attend, deterministic) if is_ours else None
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
-        return {"name": name, "missing": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+        return {"name": name, "missing": first_line(error)}
     tokens = settings["micro_batches"] * settings["size"] * settings["length"]
     seconds = {ledger: median(steps) for ledger, (_, steps) in found.items()}
     compared = compare_runs(folder / "default", folder / "again")

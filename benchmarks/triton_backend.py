@@ -1,6 +1,7 @@
-"""The Triton backend on this GPU: python -m benchmarks.triton_backend --time | --sweep | --warm
+"""The Triton backend on this GPU: python -m benchmarks.triton_backend --judge FILE | --sweep | --warm
 
---time:  paper shapes beside PyTorch's deterministic flash backward and FlexAttention; writes JSON.
+--judge: what `python -m benchmarks.suite paper --backend triton` wrote, beside PyTorch's deterministic flash backward and FlexAttention;
+         exits with 1 if it misses a target. It needs no GPU.
 --sweep: every pass with other tiles, to choose src/dash_attn/backends/triton/tiles.json; writes JSON, and with --table the new table.
 --warm:  compiles what the others (and tests/gpu/test_gpu_triton.py) need, in processes side by side.
 """
@@ -23,33 +24,27 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from dash_attn import Causal, Documents, Full, Mask, Prefix
+from dash_attn import Causal, Full, Mask
 from dash_attn.backends.triton import passes
-from dash_attn.backends.triton.explain import _as_run, _launches
 from dash_attn.backends.triton.launch import Launch
 from dash_attn.backends.triton.support import architecture_of, triton_version
 from dash_attn.backends.triton.tiles import Tile, Tiles, read_table
 from dash_attn.call.call import Call
 from dash_attn.call.options import AttentionOptions
-from dash_attn.cli.bench import numbers, words
-from dash_attn.masks import TilePattern
-from dash_attn.tools.bench.candidates import OURS, first_line, ours
-from dash_attn.tools.bench.measure import cuda_times, measure
-from dash_attn.tools.bench.report import Row, save
-from dash_attn.tools.machine import gpu_environment
+from dash_attn.cli.bench import numbers
+from dash_attn.tools.bench.candidates import OURS, first_line
+from dash_attn.tools.bench.report import Row, save, shape_of, unique
+from triton_compiling import Compiled
 
-from .peers import flex, pytorch_peers
-from .suites import choose
+from .result_files import read
 from .timing import milliseconds
 
 DEVICE = torch.device("cuda", 0)
 TARGETS = {"backward": {"PyTorch flash deterministic": 1.1, "FlexAttention": 1.0}, "forward": {"FlexAttention": 0.95}}
 BF16, FP32 = torch.bfloat16, torch.float32
-BITS = TilePattern(np.arange(64, dtype=np.uint8).reshape(8, 8) % 3)
 Limits = dict[tuple[Any, ...], float]  # milliseconds, by direction, head dim, mask and length
 
 APART, TOGETHER = False, True  # whether the two passes of the backward are two launches or one
@@ -80,22 +75,15 @@ SWEEP: dict[int, dict[str, tuple[Any, ...]]] = {
 # ---- beside others
 
 
-def timed(arguments: argparse.Namespace) -> int:
-    """1 if a target is missed."""
-    candidates = [*ours(False, "triton"), *(peer for peer in pytorch_peers() if peer.deterministic), flex()]
-    shapes = choose("paper", arguments.seqlens, arguments.head_dims, arguments.masks)
-    results: dict[str, Any] = {"environment": gpu_environment("triton"), "repeats": arguments.repeats, "rows": []}
-    missed = 0
-    for shape in shapes:
-        rows = measure(shape, candidates, arguments.repeats, cuda_times, DEVICE)
-        results["rows"] += rows
-        save(results, arguments.output)
-        for direction in TARGETS:
-            said, misses = beside_peers(direction, {row["candidate"]: row for row in rows if row["pass"] == direction})
-            missed += misses
-            print(f"{shape} {direction}: {said}", flush=True)
-        torch.cuda.empty_cache()
-    print(json.dumps({"shapes": len(shapes), "missed": missed, "file": str(arguments.output)}))
+def judged(path: Path) -> int:
+    """1 if a target is missed, by a file of results."""
+    rows, missed = read(path)["rows"], 0
+    for shape, direction in unique((shape_of(row), row["pass"]) for row in rows):
+        of_case = {row["candidate"]: row for row in rows if (shape_of(row), row["pass"]) == (shape, direction)}
+        said, misses = beside_peers(direction, of_case)
+        missed += misses
+        print(f"{shape} {direction}: {said}")
+    print(f"{missed} missed")
     return 1 if missed else 0
 
 
@@ -162,7 +150,7 @@ def sweep(arguments: argparse.Namespace) -> int:
     launches = (launch for some in jobs.values() for job in some for launch in job.launches((1, 256, 1), Causal(), memory))
     troubles = compile_all(distinct(launches), arguments.processes)
     rows, failures = measure_tiles(jobs, arguments.seqlens or (512, 2048, 16384), arguments.repeats)
-    limits = limits_of(json.loads(arguments.limits.read_text(encoding="utf-8"))["rows"]) if arguments.limits else {}
+    limits = limits_of(read(arguments.limits)["rows"]) if arguments.limits else {}
     architecture, chosen = architecture_of(DEVICE), choose_tiles(jobs, rows, limits)
     found = {"environment": {"gpu": torch.cuda.get_device_name(DEVICE), "triton": triton_version()}, "architecture": architecture}
     found |= {"rows": rows, "failures": failures, "chosen": [job._asdict() for job in chosen]}
@@ -220,7 +208,7 @@ def place_of(row: Row) -> tuple[Any, ...]:
 
 
 def limits_of(rows: list[Row]) -> Limits:
-    """Of the rows of a file that --time wrote: the milliseconds at which every target of a shape is reached."""
+    """Of the rows of a file that the suite wrote: the milliseconds at which every target of a shape is reached."""
     limits: Limits = {}
     for row in rows:
         least = TARGETS.get(row["pass"], {}).get(row["candidate"])
@@ -275,18 +263,17 @@ def distinct(launches: Iterable[Launch]) -> list[Launch]:
 
 def warm(arguments: argparse.Namespace) -> int:
     """Compiles side by side what tests, checks, times and sweeps will ask for one by one."""
-    with patch.object(passes, "architecture_of", return_value=architecture_of(DEVICE)):
-        launches = distinct(launch for call in calls() for launch in every_launch(call))
+    launches = distinct(launch for case in cases(architecture_of(DEVICE)) for launch in every_launch(case))
     began = time.perf_counter()
     failed = compile_all(launches, arguments.processes)
     print(f"{len(launches)} kernels compiled in {time.perf_counter() - began:.0f} s, {len(failed)} cannot: {failed[:5]}")
     return 0
 
 
-def every_launch(call: passes.Passes) -> Iterator[Launch]:
-    yield from _launches(call).values()
-    if call.offsets is not None:
-        yield passes.offsets_launch(call)
+def every_launch(case: Compiled) -> Iterator[Launch]:
+    """Also those with sinks and with a gradient of the LSE."""
+    yield from case.launches().values()
+    call = case.passes
     out, lse = (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in ((call.q.shape, call.q.dtype), (call.lse_shape, FP32)))
     rows, sinks = passes.RowValues.empty(call), torch.empty(call.heads[0], device="meta")
     yield passes.sink_launch(call, rows, sinks, sinks)
@@ -295,50 +282,38 @@ def every_launch(call: passes.Passes) -> Iterator[Launch]:
         yield passes.statistics_launch(call, out, out, lse, lse, rows)
 
 
-def calls() -> Iterator[passes.Passes]:
+def cases(architecture: str) -> Iterator[Compiled]:
     """Of the grid of the tests, and of every kind of mask at the head dims that most tests have."""
-    from gpu_helpers import ragged_map
     from grid import dim_cases, length_cases, softcap_cases
 
     for case in (*length_cases(), *dim_cases(), *softcap_cases()):
-        yield call_of(case.mask, case.heads, (case.dim, case.v_dim or case.dim), case.dtype, case.softcap)
-    for dim in (64, 128):
-        for group in (1, 2):
-            for mask in (Prefix(100), Documents((200, 312)), ragged_map(512, 512), BITS):
-                yield call_of(mask, (2 * group, 2), (dim, dim))
+        dims, group = (case.dim, case.v_dim or case.dim), case.heads[0] // case.heads[1]
+        yield Compiled(architecture, dims, case.dtype, group=group, softcap=case.softcap)
+    for dim, group, kind in product((64, 128), (1, 2), ("rows", "blocks", "bits", "packed")):
+        yield Compiled(architecture, (dim, dim), kind=kind, group=group)
     for dim in (64, 128, 256):
-        yield call_of(Causal(), (4, 2), (dim, dim), FP32)
-
-
-def call_of(mask: Mask, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype = BF16, softcap: float = 0.0) -> passes.Passes:
-    """Lengths decide no kernel."""
-    shapes = (heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])
-    q, k, v = (torch.empty(1, 512, *shape, dtype=dtype, device="meta") for shape in shapes)
-    return passes.Passes(_as_run(Call(q, k, v, AttentionOptions(mask, 0.1, softcap))))
+        yield Compiled(architecture, (dim, dim), FP32, group=2)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
-    for name in RUNS:
-        what.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--repeats", type=int, help="of each run (default: 20 to time, 7 to sweep)")
+    what.add_argument("--judge", type=Path, metavar="FILE")
+    what.add_argument("--sweep", action="store_true")
+    what.add_argument("--warm", action="store_true")
+    parser.add_argument("--repeats", type=int, default=7, help="of each run (default: 7)")
     parser.add_argument("--seqlens", type=numbers, metavar="N,N")
     parser.add_argument("--head-dims", type=numbers, metavar="N,N")
-    parser.add_argument("--masks", type=words, metavar="NAME,NAME")
     parser.add_argument("--processes", type=int, default=12, help="that compile at once")
     parser.add_argument("--table", type=Path, metavar="FILE", help="--sweep writes tiles.json with the best tiles there")
     parser.add_argument("--limits", type=Path, metavar="FILE", help="--sweep prefers tiles that reach the targets beside the peers in FILE")
     parser.add_argument("--output", type=Path, default=Path("triton-backend.json"), metavar="FILE")
     arguments = parser.parse_args()
+    if arguments.judge is not None:
+        return judged(arguments.judge)
     if not torch.cuda.is_available():
         raise SystemExit("this needs a GPU; PyTorch finds none")
-    if arguments.repeats is None:
-        arguments.repeats = 20 if arguments.time else 7
-    return next(run for name, run in RUNS.items() if getattr(arguments, name))(arguments)
-
-
-RUNS = {"time": timed, "sweep": sweep, "warm": warm}
+    return (sweep if arguments.sweep else warm)(arguments)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,12 +52,11 @@ BOXES = {
     "views": Box(RIGHT, 2.6, "cli/table.py, viewing/gantt.py", "a table, a Gantt chart, a trace"),
     "kernels": Box(LEFT, 0.3, "backends/hopper/kernels/backward/", KERNELS, RIGHT + WIDTH - LEFT),
 }
-DOWN = [  # straight down, in one column
-    *[("functions", "options", BOUND), ("options", "autograd", BOUND), ("autograd", "calls", BOUND)],
-    *[("tables", "driver", BOUND), ("driver", "kernels", BOUND)],
-    *[("masks", "problem", INK), ("problem", "generators", INK), ("generators", "schedule", INK), ("schedule", "plan", INK)],
-    *[("command", "arguments", STALL), ("simulate", "views", STALL)],
-]
+DOWN = {  # straight down, in one column, from each box to the next
+    BOUND: ("functions options autograd calls", "tables driver kernels"),
+    INK: ("masks problem generators schedule plan",),
+    STALL: ("command arguments", "simulate views"),
+}
 ACROSS = [("arguments", "problem", STALL), ("schedule", "simulate", STALL), ("plan", "tables", BOUND)]
 
 
@@ -75,9 +75,10 @@ def _figure() -> Any:
         axes.text(x, 8.68, title, fontsize=16, weight="bold", color=colour)
     for box in BOXES.values():
         _box(axes, box)
-    for above, below, colour in DOWN:
-        x = BOXES[above].x + WIDTH / 2
-        _arrow(axes, (x, BOXES[above].y), (x, BOXES[below].y + HEIGHT), colour)
+    for colour, ways in DOWN.items():
+        for above, below in (pair for way in ways for pair in pairwise(way.split())):
+            x = BOXES[above].x + WIDTH / 2
+            _arrow(axes, (x, BOXES[above].y), (x, BOXES[below].y + HEIGHT), colour)
     for one, other, colour in ACROSS:
         start, end = BOXES[one], BOXES[other]
         shifts, y = (start.width, 0) if start.x < end.x else (0, end.width), start.y + HEIGHT / 2

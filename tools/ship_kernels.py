@@ -1,6 +1,6 @@
 """Compiles the kernels that the package carries: tools/build_with_kernels.py runs it. Needs NVRTC and numpy, no GPU and no PyTorch.
 
-They take a quarter of an hour on two cores, so each is kept, in a folder of its compiler beside the other compiled kernels, by its source
+They take ten minutes of a processor, so each is kept, in a folder of its compiler beside the other compiled kernels, by its source
 (but for comments), options and name: another build compiles only what changed. `--clear` forgets what that compiler made.
 
 Kernels that only measure or compare (recorded task times, unordered sums) are left out, and of those with dropout or ALiBi all but the

@@ -6,7 +6,6 @@ meta device, which makes every check that a call makes and needs no GPU.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -121,7 +120,6 @@ SCHEDULE_NOTES = (
     "The same on `cpu` and `hopper`. `raises` is a `ScheduleError` that says which masks the schedule serves.",
     "`triton` takes `auto` alone: it sums dQ in a pass of its own, so there is no order between SMs to choose.",
 )
-ASKED_BY_NAME = {"q", "k", "v", "schedule", "backend"}
 
 
 def asked(call: Callable[..., object]) -> Callable[..., str | None]:
@@ -161,12 +159,6 @@ def refusal_of_gpu(backend: str, major: int, minor: int) -> None:
     with patch("torch.cuda.get_device_properties", return_value=properties), patch.object(triton_support, "check_triton"):
         # past their caches
         sm_count.__wrapped__(0) if backend == "hopper" else triton_support.architecture_of.__wrapped__(torch.device("cuda"))
-
-
-def unasked_arguments() -> set[str]:
-    """Arguments of flash_attn_func that nothing on the page is about: a new one needs a line in OPTIONS or ARGUMENTS."""
-    asked = ASKED_BY_NAME.union(*(question.options for question in OPTIONS), *(options for _, options in ARGUMENTS))
-    return set(inspect.signature(flash_attn_func).parameters) - asked
 
 
 def by_backend(what: str, questions: Iterable[Question], ask: Callable[[str, Question], str | None] = refusal) -> list[str]:

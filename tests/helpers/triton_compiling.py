@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from subprocess import run
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -48,14 +49,18 @@ class Compiled:
         return f"{self.architecture}-{self.dims[0]}-{self.dims[1]}-{str(self.dtype)[6:]}-{self.kind}-{self.group}-{self.softcap:g}"
 
     def launches(self) -> dict[str, Launch]:
+        packed = {"offsets": passes.offsets_launch(self.passes)} if self.kind == "packed" else {}
+        return {**_launches(self.passes), **packed}
+
+    @cached_property
+    def passes(self) -> passes.Passes:
         q, k, v = (torch.empty(2, 512, heads, dim, dtype=self.dtype, device="meta") for heads, dim in self._shapes())
+        call = Call(q, k, v, self._options(MASKS.get(self.kind, Causal())))
+        if self.kind == "packed":
+            ends = torch.empty(4, dtype=torch.int32, device="meta")
+            call = Call(q[0], k[0], v[0], call.options, SequenceOffsets(ends, ends, 512, 512))
         with patch.object(passes, "architecture_of", return_value=self.architecture):
-            if self.kind == "packed":
-                ends = torch.empty(4, dtype=torch.int32, device="meta")
-                packed = Call(q[0], k[0], v[0], self._options(Causal()), SequenceOffsets(ends, ends, 512, 512))
-                of_packed = passes.Passes(packed)
-                return {**_launches(of_packed), "offsets": passes.offsets_launch(of_packed)}
-            return _launches(passes.Passes(Call(q, k, v, self._options(MASKS[self.kind]))))
+            return passes.Passes(call)
 
     def _shapes(self) -> tuple[tuple[int, int], ...]:
         return (2 * self.group, self.dims[0]), (2, self.dims[0]), (2, self.dims[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +13,13 @@ import call_picture
 import errors_page
 import pictures
 import support_page
+from dash_attn import flash_attn_func
 from dash_attn.backends import DEVICE_OF
 from dash_attn.backends.hopper import support
 from dash_attn.masks import rules
 from page_parts import cells, numbers_in_words, row
 from pictures import TUTORIAL, watched
-from support_page import Question
+from support_page import ARGUMENTS, OPTIONS, Question
 from write_pages import DOCS, PAGES
 
 
@@ -27,7 +29,8 @@ def test_the_committed_page_is_up_to_date(name: str) -> None:
 
 
 def test_every_argument_is_on_the_page() -> None:
-    missing = support_page.unasked_arguments()
+    asked = {"q", "k", "v", "schedule", "backend"}.union(*(question.options for question in OPTIONS), *(given for _, given in ARGUMENTS))
+    missing = set(inspect.signature(flash_attn_func).parameters) - asked
     assert not missing, f"add {missing} to OPTIONS or ARGUMENTS of tools/support_page.py"
 
 

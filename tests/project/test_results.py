@@ -300,7 +300,7 @@ def test_commands_that_reproduce_the_results_are_understood(command: str, tmp_pa
 
 
 def test_there_is_a_command_for_every_result() -> None:
-    assert len(bench_commands()) == 12
+    assert len(bench_commands()) == 13
     (of_host,) = re.findall(r"`dash-attn (bench [^`]*)`", RESULTS)
     assert _parser().parse_args(of_host.split()).suite == "host"
     files = {path.name for path in (ROOT / "benchmarks/results").glob("*.json")}

@@ -17,7 +17,9 @@ def test_every_kept_tile_is_visited_once_and_downward(problem: Problem) -> None:
     tables = visit_tables(problem)
     for q_tile in range(problem.q_tiles):
         kept = [int(kv_tile) for kv_tile in range(problem.kv_tiles)[::-1] if problem.kept[q_tile, kv_tile]]
-        assert tables.of(q_tile) == [(kv_tile, bool(problem.partial[q_tile, kv_tile])) for kv_tile in kept]
+        runs = tables.runs[tables.first_runs[q_tile] : tables.first_runs[q_tile + 1]].tolist()
+        visited = [(first - i, bool(packed & 1)) for first, packed in runs for i in range(packed >> 1)]
+        assert visited == [(kv_tile, bool(problem.partial[q_tile, kv_tile])) for kv_tile in kept]
         assert tables.visits[q_tile] == len(kept)
 
 

@@ -15,7 +15,7 @@ from benchmarks.suites import SUITES
 from dash_attn.cli.main import main
 from dash_attn.scheduling.generators import GENERATORS
 from dash_attn.tools.bench.candidates import COMPARED_SCHEDULES
-from dash_attn.tools.bench.report import save
+from dash_attn.tools.bench.report import relative_rows, save
 from dash_attn.tools.calibrate import pictures as prediction_pictures
 from dash_attn.tools.calibrate.pictures import OTHER_LOOK, SCHEDULE_LOOKS
 from picture_texts import overlaps
@@ -90,7 +90,7 @@ def test_nothing_overlaps(direction: str, panels: int) -> None:
     main_rows = [row for row in rows if row["pass"] == direction and ":" not in row["candidate"]]
     with rc_context(STYLE):
         assert overlaps(pictures._figure(results, main_rows, direction)) == []
-        assert overlaps(pictures._schedules_figure(results, pictures.relative_rows(rows))) == []
+        assert overlaps(pictures._schedules_figure(results, relative_rows(rows))) == []
 
 
 def results_of_masks() -> dict[str, Any]:
@@ -169,7 +169,7 @@ def test_a_wrong_format_is_refused_before_anything_is_drawn(stored: Path, tmp_pa
 
 def test_schedules_are_relative_to_unordered() -> None:
     results = results_with_schedules()
-    figure = pictures._schedules_figure(results, pictures.relative_rows(results["rows"]))
+    figure = pictures._schedules_figure(results, relative_rows(results["rows"]))
     assert len(figure.axes) == 4
     for axes in figure.axes:
         lines = lines_of(axes)
@@ -192,8 +192,8 @@ def test_schedules_are_relative_to_unordered() -> None:
 def test_shapes_without_an_unordered_time_are_left_out() -> None:
     rows = results_with_schedules()["rows"]
     kept = [row for row in rows if not (row["candidate"] == "dash-attn unordered" and row["shape"]["seqlen"] == 512)]
-    assert 512 in {row["shape"]["seqlen"] for row in pictures.relative_rows(rows)}
-    assert 512 not in {row["shape"]["seqlen"] for row in pictures.relative_rows(kept)}
+    assert 512 in {row["shape"]["seqlen"] for row in relative_rows(rows)}
+    assert 512 not in {row["shape"]["seqlen"] for row in relative_rows(kept)}
 
 
 def test_every_schedule_has_its_own_look() -> None:

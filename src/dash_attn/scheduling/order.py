@@ -59,6 +59,13 @@ def turn_within(q_tile: NDArray[Any], *keys: NDArray[Any]) -> NDArray[np.int64]:
     return turns
 
 
+def neighbours(group: NDArray[Any], place: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(earlier, later): indices of all that follow each other directly in a group, by their places in it."""
+    order = np.asarray(np.lexsort((place, group)), dtype=np.int64)
+    same = group[order[1:]] == group[order[:-1]]
+    return order[:-1][same], order[1:][same]
+
+
 def members(count: int, last_first: bool) -> Ints:
     """The query heads of a part in the order a chain takes them."""
     forward = np.arange(count, dtype=np.int32)
@@ -141,16 +148,9 @@ class HeadOrder:
         return np.tile(walk, count), np.tile(self.turns(kv_tile), count), np.repeat(members(count, self.last_member_first), len(walk))
 
     @cached_property
-    def by_turn(self) -> NDArray[np.int64]:
-        """Task indices, sorted by Q tile and then turn: neighbours hand dQ over to each other."""
-        return np.asarray(np.lexsort((self.turn, self.q_tile)), dtype=np.int64)
-
-    @cached_property
     def hand_overs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(earlier task, later task) for every pair of consecutive turns."""
-        earlier, later = self.by_turn[:-1], self.by_turn[1:]
-        same = self.q_tile[earlier] == self.q_tile[later]
-        return earlier[same], later[same]
+        return neighbours(self.q_tile, self.turn)
 
     @cached_property
     def slack(self) -> int | None:

@@ -230,11 +230,6 @@ class VisitTables:
     runs: Ints
     visits: Ints
 
-    def of(self, q_tile: int) -> list[tuple[int, bool]]:
-        """(KV tile, partial) in the order of the visit."""
-        runs = self.runs[self.first_runs[q_tile] : self.first_runs[q_tile + 1]].tolist()
-        return [(first - i, bool(packed & 1)) for first, packed in runs for i in range(packed >> 1)]
-
 
 def visit_tables(problem: Problem) -> VisitTables:
     runs: list[tuple[int, int]] = []

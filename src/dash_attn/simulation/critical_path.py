@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ..scheduling.order import Sum
+from ..scheduling.order import Sum, neighbours
 from ..scheduling.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -40,7 +40,10 @@ class _Backtrack:
         self.add_start = self.run.add_start.ravel()
         self.ticket_of = np.repeat(np.arange(len(self.run.worker)), np.diff(self.run.offsets))
         self.turn_before = turn_predecessors(timeline.schedule)
-        self.sum_before = _previous(_sums(timeline.schedule))  # turns are in the order of tickets
+        problem, kinds = timeline.schedule.problem, len(timeline.schedule.order.kinds)
+        tickets = timeline.schedule.tickets.tolist()
+        sums = [(s, part // problem.parts, Sum.of_part(problem, part, kinds).number, kv_tile) for s, part, kv_tile in tickets]
+        self.sum_before = _previous(sums)  # turns are in the order of tickets
         takes_time = (np.diff(self.run.offsets) > 0) | bool(self.run.add_start.size)
         self.chain_before = _previous(self.run.worker.tolist(), takes_time)
         self.hand_over = max(self.costs.reduce, self.costs.latency)
@@ -117,15 +120,6 @@ def _previous(places: Sequence[Hashable], counted: NDArray[np.bool_] | None = No
     return before
 
 
-def _sums(schedule: Schedule) -> list[tuple[int, ...]]:
-    """The sum that each ticket adds dK and dV to."""
-    problem, kinds = schedule.problem, len(schedule.order.kinds)
-    return [
-        (sequence, part // problem.parts, Sum.of_part(problem, part, kinds).number, kv_tile)
-        for sequence, part, kv_tile in schedule.tickets.tolist()
-    ]
-
-
 def turn_predecessors(schedule: Schedule) -> NDArray[np.int64]:
     """Index of the task with the next lower turn on the same dQ tile (-1 for turn 0)."""
     problem = schedule.problem
@@ -135,9 +129,7 @@ def turn_predecessors(schedule: Schedule) -> NDArray[np.int64]:
         query_head = sequence * problem.heads * problem.group + problem.members(part).start + member
         keys.append(query_head * problem.q_tiles + q_tile)
         turns.append(turn_of)
-    key, turn = np.concatenate(keys), np.concatenate(turns)
-    by_turn = np.lexsort((turn, key))
-    before = np.full(len(key), -1)
-    same = key[by_turn[1:]] == key[by_turn[:-1]]
-    before[by_turn[1:][same]] = by_turn[:-1][same]
+    earlier, later = neighbours(np.concatenate(keys), np.concatenate(turns))
+    before = np.full(schedule.problem.tasks, -1)
+    before[later] = earlier
     return before

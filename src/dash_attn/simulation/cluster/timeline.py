@@ -188,11 +188,10 @@ class _Links:
         """When K and V of all its heads are there."""
         if unit.leg is None or self.shared.sharding.ranks == 1:
             return 0.0
-        for sequence, part in unit.heads:
-            head = sequence, part // self.shared.problem.parts
-            if head not in self.gathered:
-                self.gathered[head] = self.cluster.hop_latency_us + (len(self.gathered) + 1) * self.gather_us
-        return max(self.gathered[sequence, part // self.shared.problem.parts] for sequence, part in unit.heads)
+        heads = [(sequence, part // self.shared.problem.parts) for sequence, part in unit.heads]
+        for head in heads:
+            self.gathered.setdefault(head, self.cluster.hop_latency_us + (len(self.gathered) + 1) * self.gather_us)
+        return max(self.gathered[head] for head in heads)
 
     def send(self, unit: Unit, end: float) -> None:
         if unit.after is None:

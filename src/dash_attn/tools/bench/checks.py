@@ -55,25 +55,17 @@ def dense(tensors: Tensors, mask: Mask, softcap: float = 0.0) -> dict[str, Tenso
     """
     q, k, v, dout, sinks = tensors
     wide = torch.promote_types(q.dtype, torch.float32)
-    out, dq = torch.empty_like(dout), torch.empty_like(q)
-    dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
-    dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=wide)
-    length = q.shape[1]
+    sums = [x.detach().to(wide).requires_grad_() for x in (q, k, v, *(() if sinks is None else (sinks,)))]
+    out, length = torch.empty_like(dout), q.shape[1]
     for first in range(0, length, BLOCK):
         rows = slice(first, min(first + BLOCK, length))
         dropped = dropped_keys(mask, rows, length, k.shape[1], q.device)
         for head in range(q.shape[2]):
-            inputs = (q[0, rows, head], k[0, :, 0], v[0, :, 0], *(() if sinks is None else (sinks[head],)))
-            leaves = tuple(x.detach().clone().requires_grad_() for x in inputs)
-            part = _rows(leaves, dropped, softcap)
-            found = torch.autograd.grad(part, leaves, dout[0, rows, head])
-            out[0, rows, head], dq[0, rows, head] = part.detach(), found[0]
-            dk[0, :, 0] += found[1]
-            dv[0, :, 0] += found[2]
-            if dsinks is not None:
-                dsinks[head] += found[3]
-    results = {"out": out, "dq": dq, "dk": dk.to(q.dtype), "dv": dv.to(q.dtype)}
-    return results if dsinks is None else {**results, "dsinks": dsinks.to(q.dtype)}
+            inputs = (sums[0][0, rows, head], sums[1][0, :, 0], sums[2][0, :, 0], *(sink[head] for sink in sums[3:]))
+            part = _rows(tuple(x.to(q.dtype) for x in inputs), dropped, softcap)
+            out[0, rows, head] = part.detach()
+            part.backward(dout[0, rows, head])
+    return {"out": out, **{name: x.grad.to(q.dtype) for name, x in zip(NAMES["backward"], sums, strict=False) if x.grad is not None}}
 
 
 def dropped_keys(mask: Mask, rows: slice, q_len: int, kv_len: int, device: torch.device) -> Tensor:

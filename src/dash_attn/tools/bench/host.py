@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,24 +39,23 @@ class Timed(NamedTuple):
 
 
 def measure_host(device: torch.device, synchronize: Callable[[], None], calls: int = CALLS) -> list[dict[str, Any]]:
-    rows, steps = [], {}
-    timed = timed_calls(device)
-    for one in timed:
+    rows: list[dict[str, Any]] = []
+    steps: dict[Timed, Step] = {}
+    for one in timed_calls(device):
         row: dict[str, Any] = {"candidate": one.name, "calls": calls, "rounds": ROUNDS, "status": OK}
         rows.append(row)
         try:
             with one.around():
-                steps[one.name] = one.make()
-                steps[one.name]()
+                step = one.make()
+                step()
+            steps[one] = step
         except Exception as error:
             row |= {"status": UNAVAILABLE, "reason": first_line(error)}
-            steps.pop(one.name, None)
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    times: dict[str, list[float]] = {one.name: [] for one in steps}
     for _ in range(ROUNDS + 1):  # the first round warms up
-        for one in timed:
-            if one.name in steps:
-                with one.around():
-                    times[one.name].append(round_time(steps[one.name], synchronize, calls))
+        for one, step in steps.items():
+            with one.around():
+                times[one.name].append(round_time(step, synchronize, calls))
     for row in rows:
         if row["status"] == OK:
             row["median_us"], row["p20_us"], row["p80_us"] = spread(times[row["candidate"]][1:])
@@ -85,10 +85,9 @@ def timed_calls(device: torch.device) -> list[Timed]:
     ours = torch.compile(lambda q, k, v: flash_attn_func(q, k, v, causal=True), fullgraph=True)
     found += _passes(f"{OURS}, compiled", _on_gpu(ours), (q, k, v, dout))
     heads_first = [x.transpose(1, 2).contiguous() for x in (q, k, v, dout)]
-    plain = _sdpa
     for name, kernel in KERNELS.items():
-        found += _passes(name, plain, heads_first, kernel)
-    compiled = _on_gpu(torch.compile(plain, fullgraph=True))
+        found += _passes(name, _sdpa, heads_first, kernel)
+    compiled = _on_gpu(torch.compile(_sdpa, fullgraph=True))
     return found + _passes(f"{FLASH}, compiled", compiled, heads_first, KERNELS[FLASH])
 
 
@@ -109,13 +108,11 @@ def _on_gpu(attention: Attention) -> Attention:
 
 def _passes(name: str, attention: Attention, tensors: Any, kernel: str | None = None) -> list[Timed]:
     """A forward without gradients, one with, and a backward."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
     *inputs, dout = tensors
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-
-    def around() -> AbstractContextManager[Any]:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        return nullcontext() if kernel is None else sdpa_kernel(getattr(SDPBackend, kernel))
+    around = nullcontext if kernel is None else partial(sdpa_kernel, getattr(SDPBackend, kernel))
 
     def backward() -> Step:
         out = attention(*leaves)

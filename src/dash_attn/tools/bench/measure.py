@@ -3,8 +3,7 @@
 Timing is interleaved: every repetition runs every candidate once, so that clocks and heat meet all of them alike.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -65,37 +64,12 @@ class Scale(Protocol):
     def readings(self, step: Step, expected_ms: float) -> dict[str, Any]: ...
 
 
-@dataclass
-class Row:
-    """One candidate, one pass, one shape. Times only if it passed its checks."""
+class Job(NamedTuple):
+    """One candidate, one pass: its row of the results, what is timed (None: it did not pass its checks), and what decides its bits."""
 
-    direction: str
-    shape: Shape
-    candidate: Candidate
-    status: str = OK
-    reason: str | None = None
-    times: Spread | None = None
-    readings: dict[str, Any] = field(default_factory=dict)
-    identity: dict[str, Any] = field(default_factory=dict)
-    runner: Runner | None = None
-
-    def to_json(self, baselines: Mapping[str, float | None]) -> dict[str, Any]:
-        """`baselines`: names of ratios, and the time that each is relative to."""
-        row: dict[str, Any] = {
-            "pass": self.direction,
-            "shape": self.shape.to_json(),
-            "candidate": self.candidate.name,
-            "deterministic": self.candidate.deterministic,
-            "status": self.status,
-            "reason": self.reason,
-        }
-        if self.times is not None:
-            median, low, high = self.times
-            row |= {"median_ms": median, "p20_ms": low, "p80_ms": high, "tflops": self.shape.tflops(self.direction, median)}
-            row |= {name: ms / median if ms else None for name, ms in baselines.items()}
-        if "sustained" in self.readings:
-            self.readings["sustained"]["tflops"] = self.shape.tflops(self.direction, self.readings["sustained"]["ms"])
-        return row | self.readings | ({"identity": self.identity} if self.identity else {})
+    row: dict[str, Any]
+    step: Step | None
+    identity: dict[str, Any]
 
 
 def measure(
@@ -107,51 +81,52 @@ def measure(
     scale: Scale | None = None,
 ) -> list[dict[str, Any]]:
     """Rows of one shape, ready for JSON. Candidates that cannot compute it at all have none (candidates.who_runs says why)."""
-    tensors = make_tensors(shape, device)
-    reference = Reference(shape, tensors)
-    rows: list[Row] = []
-    for candidate in (candidate for candidate in candidates if candidate.refuses(shape) is None):
-        made = [Row(direction, shape, candidate) for direction in PASSES if direction in candidate.passes]
-        rows += made
-        try:
-            runner = candidate.prepare(shape, tensors)
-            for row in made:
-                row.runner = runner
-                _check(row, runner, reference)
-            identity = candidate.identify(shape, tensors) if candidate.identify else {}
-            for row in made:
-                row.identity = identity
-        except Exception as error:  # what a kernel cannot do, it says in many ways; each is recorded
-            for row in made:
-                row.status, row.reason = UNAVAILABLE, first_line(error)
-    for direction in PASSES:
-        _time([row for row in rows if row.direction == direction and row.status == OK], repeats, timer, scale)
-    return [line for direction in PASSES for line in _to_json([row for row in rows if row.direction == direction])]
+    reference = Reference(shape, make_tensors(shape, device))
+    jobs = [job for candidate in candidates if candidate.refuses(shape) is None for job in _checked(candidate, shape, reference)]
+    of_passes = [[job for job in jobs if job.row["pass"] == direction] for direction in PASSES]
+    return [row for some in of_passes for row in _timed(some, shape, repeats, timer, scale)]
 
 
-def _check(row: Row, runner: Runner, reference: Reference) -> None:
-    first = runner.results(row.direction)
-    complaint = reference.complaint(row.direction, first)
-    if complaint is None and row.candidate.deterministic:
-        complaint = repeats_differ(runner, row.direction, first)
-    if complaint is None and row.candidate.promised is not None:
-        complaint = not_as_promised(first, row.candidate.promised(row.shape, reference.tensors))
-    if complaint is not None:
-        row.status, row.reason = FAILED, complaint
+def _checked(candidate: Candidate, shape: Shape, reference: Reference) -> list[Job]:
+    what = {"shape": shape.to_json(), "candidate": candidate.name, "deterministic": candidate.deterministic, "status": OK, "reason": None}
+    rows: list[dict[str, Any]] = [{"pass": direction, **what} for direction in PASSES if direction in candidate.passes]
+    try:
+        runner = candidate.prepare(shape, reference.tensors)
+        for row in rows:
+            complaint = _complaint(candidate, runner, row["pass"], shape, reference)
+            row |= {"status": FAILED, "reason": complaint} if complaint else {}
+        identity = candidate.identify(shape, reference.tensors) if candidate.identify else {}
+    except Exception as error:  # what a kernel cannot do, it says in many ways; each is recorded
+        return [Job(row | {"status": UNAVAILABLE, "reason": first_line(error)}, None, {}) for row in rows]
+    return [Job(row, runner.call(row["pass"]) if row["status"] == OK else None, identity) for row in rows]
 
 
-def _time(rows: list[Row], repeats: int, timer: Timer, scale: Scale | None) -> None:
-    calls = [row.runner.call(row.direction) for row in rows if row.runner is not None]
-    for row, call, times in zip(rows, calls, interleaved(calls, repeats, timer) if calls else [], strict=True):
-        row.times = times
-        if scale is not None:
-            row.readings = scale.readings(call, times.median)
+def _complaint(candidate: Candidate, runner: Runner, direction: str, shape: Shape, reference: Reference) -> str | None:
+    first = runner.results(direction)
+    complaint = reference.complaint(direction, first)
+    if complaint is None and candidate.deterministic:
+        complaint = repeats_differ(runner, direction, first)
+    if complaint is None and candidate.promised is not None:
+        complaint = not_as_promised(first, candidate.promised(shape, reference.tensors))
+    return complaint
 
 
-def _to_json(rows: list[Row]) -> list[dict[str, Any]]:
-    medians = {row.candidate.name: row.times.median for row in rows if row.times is not None}
+def _timed(jobs: list[Job], shape: Shape, repeats: int, timer: Timer, scale: Scale | None) -> Iterator[dict[str, Any]]:
+    """The rows of a pass, with times and their ratios."""
+    steps = {job.row["candidate"]: job.step for job in jobs if job.step is not None}
+    times = dict(zip(steps, interleaved([*steps.values()], repeats, timer) if steps else [], strict=True))
+    medians = {name: spread.median for name, spread in times.items()}
     peers = [median for name, median in medians.items() if not is_ours(name)]
     others = {"ratio_to_cudnn": medians.get(CUDNN), "ratio_to_fastest_peer": min(peers, default=None)}
     own = {"ratio_to_unordered": medians.get(UNORDERED), "ratio_to_equal_heads": medians.get(EQUAL_HEADS)}
-    for_ours = others | {name: ms for name, ms in own.items() if ms}
-    return [row.to_json(for_ours if is_ours(row.candidate.name) else others) for row in rows]
+    for row, _, identity in jobs:
+        name, direction = row["candidate"], row["pass"]
+        if name in times:
+            median, low, high = times[name]
+            row |= {"median_ms": median, "p20_ms": low, "p80_ms": high, "tflops": shape.tflops(direction, median)}
+            row |= {ratio: ms / median if ms else None for ratio, ms in others.items()}
+            row |= {ratio: ms / median for ratio, ms in own.items() if ms and is_ours(name)}
+            row |= scale.readings(steps[name], median) if scale is not None else {}
+        if "sustained" in row:
+            row["sustained"]["tflops"] = shape.tflops(direction, row["sustained"]["ms"])
+        yield row | ({"identity": identity} if identity else {})

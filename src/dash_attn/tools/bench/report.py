@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .candidates import CUDNN, OURS, UNORDERED
+from .candidates import CUDNN, EQUAL_HEADS, OURS, UNORDERED, is_ours
 from .shape import PASSES, Shape
 
 FORMAT = 1
@@ -118,18 +118,21 @@ def summary(results: Results, path: Path) -> dict[str, Any]:
     for direction in PASSES:
         for what in ("ratio_to_cudnn", "ratio_to_fastest_peer"):
             said[f"{direction}_{what}"] = _mean([row[what] for row in ours if row["pass"] == direction and row.get(what)])
-    said["backward_ordered_over_unordered"] = _mean(_ordered_over_unordered(results["rows"]))
+    relative = [row["relative"] for row in relative_rows(results["rows"]) if row["candidate"] == OURS]
+    said["backward_ordered_over_unordered"] = _mean(relative)
     said["failed"] = sum(row["status"] != "ok" for row in ours)
     if results.get("host"):
         said["host_us"] = {row["candidate"]: round(row["median_us"], 1) for row in results["host"] if row["status"] == "ok"}
     return said
 
 
-def _ordered_over_unordered(rows: list[Row]) -> list[float]:
-    timed = [row for row in rows if row["pass"] == "backward" and "median_ms" in row]
-    times = {(row["candidate"], json.dumps(row["shape"])): row["median_ms"] for row in timed}
-    shapes = [shape for name, shape in times if name == OURS and (UNORDERED, shape) in times]
-    return [times[UNORDERED, shape] / times[OURS, shape] for shape in shapes]
+def relative_rows(rows: list[Row]) -> list[Row]:
+    """The backwards of auto and of each schedule, with their speed `relative` to the unordered kernel on the same shape."""
+    timed = [row for row in rows if row["pass"] == "backward" and row.get("median_ms")]
+    unordered = {json.dumps(row["shape"]): row["median_ms"] for row in timed if row["candidate"] == UNORDERED}
+    ordered = [row for row in timed if is_ours(row["candidate"]) and row["candidate"] not in (UNORDERED, EQUAL_HEADS)]
+    pairs = [(row, unordered.get(json.dumps(row["shape"]))) for row in ordered]
+    return [{**row, "relative": time / row["median_ms"]} for row, time in pairs if time]
 
 
 def _mean(ratios: list[float]) -> float | None:

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...scheduling.order import neighbours
 from ...scheduling.schedule import Schedule
 from ...simulation.critical_path import critical_path
 from ...simulation.simulate import Machine, Timeline, simulate
-from ...viewing.task_times import Floats, Indices, TaskTimes, task_table
+from ...viewing.task_times import Floats, TaskTimes, task_table
 
 CONSTANTS = ("compute", "reduce", "latency", "startup")
 DIGITS = 4  # decimals of a constant, in microseconds
@@ -141,7 +142,7 @@ def _hand_overs(schedule: Schedule, spans: TaskTimes, waited: float) -> Floats:
     """From the start of a reduce to the start of the next turn on the same dQ tile, where that one waited for it."""
     table, problem = task_table(schedule), schedule.problem
     tile = (table.sequence * problem.heads * problem.group + table.head) * problem.q_tiles + table.q_tile
-    before, after = _neighbours(tile, table.turn)
+    before, after = neighbours(tile, table.turn)
     late = spans.reduce_start[after] - spans.compute_end[after] > waited
     return spans.reduce_start[after[late]] - spans.reduce_start[before[late]]
 
@@ -149,12 +150,5 @@ def _hand_overs(schedule: Schedule, spans: TaskTimes, waited: float) -> Floats:
 def _starts(spans: TaskTimes) -> Floats:
     """From the end of a chain to the first compute of the next one on its worker."""
     tickets, start, end = spans.chains
-    before, after = _neighbours(spans.worker[tickets], start)
+    before, after = neighbours(spans.worker[tickets], start)
     return start[after] - end[before]
-
-
-def _neighbours(group: Indices, place: Indices | Floats) -> tuple[Indices, Indices]:
-    """Indices of all that follow each other directly in a group, by their places in it."""
-    order = np.lexsort((place, group))
-    same = group[order[1:]] == group[order[:-1]]
-    return order[:-1][same], order[1:][same]

@@ -5,7 +5,6 @@ Its sequence on several ranks: one process plays them all, on the backend under 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -43,7 +42,7 @@ def through_caches(case: Case, inputs: Inputs, plain: Results, extras: Extras | 
     sinks = None if extras is None else extras.sinks
     for page_size in PAGE_SIZES:
         with poisoned_memory(), torch.no_grad():
-            out, lse = _Decoding(case, inputs, page_size, sinks).run()
+            out, lse = _decoded(case, inputs, page_size, sinks)
         yield f"pages of {page_size}" if page_size else "rows", plain._replace(out=out.cpu(), lse=lse.cpu())
 
 
@@ -63,66 +62,56 @@ def recombined_halves(case: Case, inputs: Inputs, plain: Results) -> Results:
     return changed
 
 
-@dataclass
-class _Decoding:
-    """One batch on its way through a cache. Sequences are at different lengths from the second call on."""
+def _decoded(case: Case, inputs: Inputs, page_size: int, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Output and LSE of one batch on its way through a cache."""
+    q, k, v, _ = (x.detach() for x in inputs)
+    mask, ((k_cache, v_cache), places) = case.read_mask(), _empty_caches(case, (k, v), page_size)
+    window = (mask.left, 0) if isinstance(mask, Window) else (-1, -1)
+    options: dict[str, Any] = {"causal": not isinstance(mask, Full), "window_size": window, "sinks": sinks}
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out, lse = torch.full_like(q, torch.nan), q.new_full((case.batch, case.heads, case.seqlen), torch.nan, dtype=wide)
+    for chosen, done, count in _turns(case):
+        rows = [(i, slice(n, n + count)) for i, n in zip(chosen, done, strict=True)]
+        asked, *new = (torch.stack([x[i, part] for i, part in rows]) for x in (q, k, v))
+        if isinstance(mask, Full):  # all keys come before any query
+            new = [] if any(done) else [k[chosen], v[chosen]]
+            done = [case.seqlen if any(done) else 0] * len(chosen)
+        there: dict[str, Any] = {name: numbers[chosen].to(q.device) for name, numbers in places.items()}
+        there["cache_seqlens"] = torch.tensor(done, dtype=torch.int32, device=q.device)
+        found = flash_attn_with_kvcache(asked, k_cache, v_cache, *new, **there, **options, return_softmax_lse=True)
+        for place, (i, part) in enumerate(rows):
+            out[i, part], lse[i, :, part] = found[0][place], found[1][place]
+    return out, lse
 
-    case: Case
-    inputs: Inputs
-    page_size: int
-    sinks: Tensor | None
 
-    def __post_init__(self) -> None:
-        self.device, self.keys = self.inputs[0].device, (self.inputs[1].detach(), self.inputs[2].detach())
-        count, slots = self.case.batch, self.case.seqlen + 5
-        columns, size = (-(-slots // self.page_size), self.page_size) if self.page_size else (1, slots)
-        self.caches = [torch.full((columns * count + 1, size, *x.shape[2:]), torch.nan, dtype=x.dtype).to(self.device) for x in self.keys]
-        dealt = torch.arange(columns * count, 0, -1, dtype=torch.int32).view(columns, count).t().contiguous()
-        self.places = {"block_table": dealt} if self.page_size else {"cache_batch_idx": dealt[:, 0].contiguous()}
-        mask = self.case.read_mask()
-        window = (mask.left, 0) if isinstance(mask, Window) else (-1, -1)
-        self.options: dict[str, Any] = {"causal": isinstance(mask, (Causal, Window)), "window_size": window, "sinks": self.sinks}
+def _empty_caches(case: Case, like: Sequence[Tensor], page_size: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Of keys and of values, in rows or pages; and where each sequence is in them."""
+    slots = case.seqlen + 5
+    columns, size = (-(-slots // page_size), page_size) if page_size else (1, slots)
+    caches = [torch.full((columns * case.batch + 1, size, *x.shape[2:]), torch.nan, dtype=x.dtype).to(x.device) for x in like]
+    dealt = torch.arange(columns * case.batch, 0, -1, dtype=torch.int32).view(columns, case.batch).t().contiguous()
+    return caches, {"block_table": dealt} if page_size else {"cache_batch_idx": dealt[:, 0].contiguous()}
 
-    def run(self) -> tuple[Tensor, Tensor]:
-        q, case = self.inputs[0].detach(), self.case
-        out, lse = torch.full_like(q, torch.nan), torch.full((case.batch, case.heads, case.seqlen), torch.nan, device=self.device)
-        lse = lse.to(torch.promote_types(q.dtype, torch.float32))
-        done = [0] * case.batch
-        for chosen, count in self._turns(done):
-            found = self._call(chosen, [done[i] for i in chosen], count)
-            for place, i in enumerate(chosen):
-                rows = slice(done[i], done[i] + count)
-                out[i, rows], lse[i, :, rows] = found[0][place], found[1][place]
-                done[i] += count
-        return out, lse
 
-    def _turns(self, done: list[int]) -> Iterator[tuple[list[int], int]]:
-        """Which sequences come together, with how many tokens each: prompts alone, then single tokens of all, the rest alone."""
-        sequences, length = range(self.case.batch), self.case.seqlen
-        yield from (([i], min(length // 2 + 1 + 3 * i, length)) for i in sequences)
-        for count in STEPS:
-            able = [i for i in sequences if length - done[i] >= count]
-            if able:
-                yield able, count
-        yield from (([i], length - done[i]) for i in sequences if done[i] < length)
+def _turns(case: Case) -> Iterator[tuple[list[int], list[int], int]]:
+    """Which sequences come together, how many tokens of each have come before, and how many come: prompts alone, which leave sequences at
+    different lengths, then single tokens of all, the rest alone."""
+    done, length = [0] * case.batch, case.seqlen
 
-    def _call(self, chosen: list[int], done: list[int], count: int) -> tuple[Tensor, Tensor]:
-        q = torch.stack([self.inputs[0][i, n : n + count] for i, n in zip(chosen, done, strict=True)]).detach()
-        kept, new = self._kept_and_new(chosen, done, count)
-        k_cache, v_cache = self.caches
-        places: dict[str, Any] = {name: values[chosen].to(self.device) for name, values in self.places.items()}
-        places["cache_seqlens"] = torch.tensor(kept, dtype=torch.int32, device=self.device)
-        out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, **new, **places, **self.options, return_softmax_lse=True)
-        return out, lse
+    def turn(chosen: list[int], count: int) -> tuple[list[int], list[int], int]:
+        before = [done[i] for i in chosen]
+        for i in chosen:
+            done[i] += count
+        return chosen, before, count
 
-    def _kept_and_new(self, chosen: list[int], done: list[int], count: int) -> tuple[list[int], dict[str, Any]]:
-        """Lengths before the call, and what it appends: with a full mask all keys, before any query."""
-        if not isinstance(self.case.read_mask(), Full):
-            new = (torch.stack([x[i, n : n + count] for i, n in zip(chosen, done, strict=True)]) for x in self.keys)
-            return done, dict(zip("kv", new, strict=True))
-        if any(done):
-            return [self.case.seqlen] * len(chosen), {}
-        return [0] * len(chosen), dict(zip("kv", (x[chosen] for x in self.keys), strict=True))
+    for i in range(case.batch):
+        yield turn([i], min(length // 2 + 1 + 3 * i, length))
+    for count in STEPS:
+        if able := [i for i, n in enumerate(done) if length - n >= count]:
+            yield turn(able, count)
+    for i in range(case.batch):
+        if done[i] < length:
+            yield turn([i], length - done[i])
 
 
 def name_of(ranks: Sequence[int]) -> str:
