@@ -19,7 +19,14 @@ RANKS = (
 )
 PACKED_SEQUENCES = (
     *("backends/hopper/calls/", "backends/hopper/driver/parameters.py", "backends/hopper/driver/launch.py"),
-    *("call/parts.py", "tools/bench/candidates.py", "attention/signatures.py", "attention/varlen.py", "backends/run.py"),
+    *(
+        "call/parts.py",
+        "tools/bench/candidates.py",
+        "attention/signatures.py",
+        "attention/torch_ops.py",
+        "attention/varlen.py",
+        "backends/run.py",
+    ),
 )
 LEDGERS = ("ledgers/", "integrations/", "cli/", "errors.py")
 FLASH_ATTENTION_NAMES = {"flash_attn_qkvpacked_func", "flash_attn_kvpacked_func"}
