@@ -14,11 +14,6 @@ THREADS, HELPER_THREADS = 384, 256
 CONSUMER_CHOICES = {64: {2: 1.1, 3: 1.0}, **{dim: {2: 1.0} for dim in KERNEL_DIMS[1:]}}
 
 
-def helper_blocks(threads: int) -> int:
-    """Of a helper kernel with that many threads."""
-    return -(-threads // HELPER_THREADS)
-
-
 def threads_per_row(v_dim: int) -> int:
     """Threads that sum a row of dO and O in the preprocess, 8 elements each: a power of two."""
     return 8 if v_dim == 64 else 16 if v_dim <= 128 else 32

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....call.call import Call, Gradients, Modifiers, sum_in_order
+from ....call.call import Call, Gradients, Modifiers, cut, sum_in_order
 from ....call.options import AttentionOptions
 from ....scheduling.plan import Plan
 from ....scheduling.ranks.units import SharedSchedule, Unit, most_states
@@ -24,10 +24,10 @@ from ..driver.tensor_map import TensorMap, tma_ready
 from ..driver.trouble import raise_if_troubled
 from ..driver.workspace import Workspace
 from ..support import DTYPES, check_call, check_kinds, refuse_modifiers, sm_count
-from ..tiles import backward_dims, backward_tiles, helper_blocks, threads_per_row
+from ..tiles import backward_dims, backward_tiles, threads_per_row
 from .backward_setup import BackwardSetup, Parameters, workspace_sizes
 from .kernel_names import BackwardKernels, Variant, leg_kernels
-from .layout import cut, row_strides
+from .layout import row_strides
 from .leg_tables import LegTables, legs_on_device
 from .tables import mask_kind
 
@@ -138,8 +138,7 @@ class RankBackward:
         self._end_trips = self.kernels.ending.load(self.index)
         self._endings: dict[int, Launch] = {}  # by the number of blocks
         threads = sizes.dq_tiles * self.tiles.q_rows * threads_per_row(self.kernel_dims[1])
-        kernel = self.kernels.preprocess.load(self.index)
-        kernel.prepare(helper_blocks(threads), [addressof(self.params.before)]).on(current_stream(self.index))
+        self.kernels.preprocess.by_thread(self.index, threads, self.params.before).on(current_stream(self.index))
 
     # ---- keys
 

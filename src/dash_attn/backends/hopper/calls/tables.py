@@ -13,10 +13,10 @@ from ....masks.boolean_mask import BLOCK
 from ....scheduling.plan import Plan, visit_tables
 from ....scheduling.problem import Problem
 from ....scheduling.schedule import Placement
+from ...gpus import FAR_AWAY
 from ...kept import upload
 from ..driver.parameters import MaskParams, Pair, PlanTables, VisitTables
 
-FAR_AWAY = 2**29  # farther than any two tokens are apart
 ALIGNMENT = 4  # int32s: the kernel reads runs as 16-byte vectors
 
 
