@@ -234,7 +234,7 @@ class RankBackward:
         host = self.legs.host
         if len(groups) == 1:
             counter = self.counters.data_ptr() + 8 * host.counter_of[unit.number]
-            return [LegLaunch(groups[0], self.legs.records(unit), counter, host.chains[unit.number].number)]
+            return [LegLaunch(groups[0], self.legs.records(unit), counter, len(host.chains[unit.number]))]
         launches = []
         for keys in groups:
             heads = tuple(head for head in unit.heads if head[1] // parts in keys.heads)
@@ -259,7 +259,7 @@ class RankBackward:
         """Endings that wait, one after the other, when everything before has ended."""
         for unit, state in self._waiting:
             self.end.endings, self.end.states = self.legs.endings(unit), state.data_ptr()
-            blocks = self.legs.host.ends[unit.number].number * tile_size(*self.dims) // ENDING_FLOATS
+            blocks = len(self.legs.host.ends[unit.number]) * tile_size(*self.dims) // ENDING_FLOATS
             if blocks not in self._endings:
                 self._endings[blocks] = self._end_trips.prepare(blocks, [addressof(self.end)])
             self._endings[blocks].on(stream)
