@@ -267,8 +267,8 @@ def test_packed_sequences_have_room_for_every_part(driver: Driver, group: int) -
     assert (found.parts, found.sizes.sums, found.sizes.kv_tiles) == (group, 2 if group > 1 else 0, rows)
     assert found.memory["tickets"] == 64 * 2 * rows * group
     assert found.memory["sum_places"] == 16 * rows
-    assert call.planner._sequences.params.chain_rows == rows
-    assert bytes(call.planner._sequences.params.split) == bytes(found.split)
+    assert call.planner.params.chain_rows == rows
+    assert bytes(call.planner.params.split) == bytes(found.split)
     assert (call.after.sums.places is not None, call.after.sums.head_chains) == (True, rows)
 
 
@@ -314,7 +314,7 @@ def test_explain_tells_of_the_call_that_runs(driver: Driver, mask: Mask, heads: 
     assert (told.workspace_bytes, told.gang) == (call.workspace.bytes, call.setup.gang)
     assert told.backward_tiles == (call.setup.tiles.q_rows, call.setup.tiles.kv_rows)
     ahead = next(reversed(forward._calls._kept.values.values()))
-    assert told.forward_tiles == (ahead.setup.q_rows, ahead.setup.kv_rows)
+    assert told.forward_tiles == ahead.setup.tile
     assert (call.planner is not None) == isinstance(mask, Documents)
 
 

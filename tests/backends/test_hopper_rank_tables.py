@@ -43,8 +43,7 @@ def test_records_stay_inside_of_their_tables(case: Case) -> None:
         assert len(set(records["first_sum"].tolist())) == len(made.records) == sizes.states, "a semaphore for every state"
         for unit in made.units:
             if unit.leg is None:
-                first, count = made.ends[unit.number]
-                ending = dict(zip(leg_tables.ENDING_FIELDS, made.endings[first : first + count].T, strict=True))
+                ending = dict(zip(leg_tables.ENDING_FIELDS, made.endings[list(made.ends[unit.number])].T, strict=True))
                 assert (ending["first"] + (ending["count"] - 1) * ending["stride"] < shared.state_tiles(unit)).all()
 
 

@@ -168,8 +168,8 @@ def backend_for(name: str, device: torch.device) -> Backend:
 @cache
 def import_ranks(name: str) -> Ranks:
     """The module of a backend for ranks that share a sequence."""
-    _check_part(name, "ranks", "share a sequence between ranks", "With ulysses equal to the number of ranks nothing is shared but heads")
-    return cast(Ranks, import_module(f"{__name__}.{name}.ranks"))
+    instead = "With ulysses equal to the number of ranks nothing is shared but heads"
+    return cast(Ranks, _import_part(name, "ranks", "share a sequence between ranks", instead))
 
 
 @lru_cache(maxsize=64)
@@ -182,18 +182,18 @@ def cache_backend_for(name: str, device: torch.device) -> Cache:
 def import_cache(name: str) -> Cache:
     """The module of a backend for calls with a cache."""
     instead = "Without a cache, flash_attn_func takes all keys and values in every call"
-    _check_part(name, "kv_cache", "attend to a cache of keys and values", instead)
-    return cast(Cache, import_module(f"{__name__}.{name}.kv_cache"))
+    return cast(Cache, _import_part(name, "kv_cache", "attend to a cache of keys and values", instead))
 
 
-def _check_part(name: str, part: str, what: str, instead: str) -> None:
-    """Raise where a backend has no module for something."""
+def _import_part(name: str, part: str, what: str, instead: str) -> Any:
+    """Raises where a backend has no module for something."""
     served = [other for other in DEVICE_OF if find_spec(f"{__name__}.{other}.{part}") is not None]
     if name not in served:
         raise NotImplementedError(
             f"backend {name!r} ({DEVICE_OF[name]} tensors) cannot {what} in this version of dash-attn;"
             f" {' and '.join(map(repr, served))} can. {instead}"
         )
+    return import_module(f"{__name__}.{name}.{part}")
 
 
 def has_cache(name: str) -> bool:

@@ -1,9 +1,10 @@
-"""Which GPUs have which kernels."""
+"""Which GPUs have which kernels, and what all of these know."""
 
 import torch
 
 HOPPER = (9, 0)  # the compute capability that the kernels of backend 'hopper' are compiled for, alone
 OLDEST = (8, 0)  # the first that backend 'triton' runs on
+FAR_AWAY = 2**29  # farther than any two tokens are apart
 
 
 def is_hopper(device: torch.device | int | None = None) -> bool:

@@ -165,6 +165,11 @@ class Gradients(NamedTuple):
     sinks: Tensor | None = None
 
 
+def cut(tensor: Tensor, dim: int) -> Tensor:
+    """The first `dim` columns: what is there without padding."""
+    return tensor if tensor.shape[-1] == dim else tensor[..., :dim].contiguous()
+
+
 def no_pairs(call: Call) -> bool:
     """Where there is no query or no key, a backend has no tile to visit, so none is asked."""
     return call.q.numel() == 0 or call.k.numel() == 0

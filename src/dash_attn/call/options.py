@@ -13,6 +13,7 @@ from .dropout import LEVELS, threshold_of
 from .tensor_checks import check_flags
 
 SCHEDULES = ("auto", *GENERATORS)
+LOG2_E = 1.4426950408889634
 Accumulation = Literal["ordered", "unordered"]
 BackendName = Literal["auto", "cpu", "hopper", "triton"]
 ACCUMULATIONS: tuple[str, ...] = get_args(Accumulation)
@@ -69,6 +70,12 @@ class AttentionOptions:
     @property
     def ordered(self) -> bool:
         return self.accumulation == "ordered"
+
+    @property
+    def kernel_scales(self) -> dict[str, float]:
+        """What kernels multiply scores by: before exp2 and, with softcap, before tanh, which they make of exp2, too."""
+        cap = self.softcap
+        return {"scale_log2": (cap or self.scale) * LOG2_E, "cap_scale": 2 * LOG2_E * self.scale / cap if cap else 0.0}
 
     @cached_property
     def gives_schedule(self) -> bool:

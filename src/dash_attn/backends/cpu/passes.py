@@ -16,7 +16,6 @@ from ...call.call import (
     backward_of_nothing,
     forward_of_nothing,
     no_pairs,
-    sink_gradient_of_nothing,
     sum_in_order,
 )
 from ...call.planning import DEFAULT_WORKERS, plan_on_any, problem_of
@@ -71,8 +70,9 @@ def _forward(call: Call) -> Saved:
 def _backward(call: Call, saved: Saved, grads: Grads) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """A batch of sequences of one length. The sinks' gradient is a part for each sequence; nothing without sinks."""
     if no_pairs(call):
-        dq, dk, dv, _ = backward_of_nothing(call._replace(sinks=None), grads)
-        return dq, dk, dv, _sink_parts_of_nothing(call, grads)
+        logits = None if call.sinks is None else call.sinks.detach().to(arithmetic(call.q.dtype))
+        dq, dk, dv, of_sinks = backward_of_nothing(call._replace(sinks=logits), grads)
+        return dq, dk, dv, [] if of_sinks is None else [of_sinks]
     options, chosen = call.options, current_interleaving()
     if chosen is None:
         # "unordered" promises nothing, and the control must show it: every call arrives differently.
@@ -90,14 +90,6 @@ def _backward(call: Call, saved: Saved, grads: Grads) -> tuple[Tensor, Tensor, T
         logits = None if call.sinks is None else call.sinks.detach().to(tiles.lse.dtype)
         dsinks = [] if logits is None else list(sink_gradients(tiles.lse, tiles.delta, logits))
         return (*tiles.gradients(options.scale, call.q.dtype), dsinks)
-
-
-def _sink_parts_of_nothing(call: Call, grads: Grads) -> list[Tensor]:
-    """The part of each sequence where there is no query or no key."""
-    if call.sinks is None:
-        return []
-    logits = call.sinks.detach().to(arithmetic(call.q.dtype))
-    return [sink_gradient_of_nothing(logits, None if grads.lse is None else grads.lse[i]) for i in range(len(call.q))]
 
 
 def _sum_in_order(parts: list[Tensor], sinks: Tensor | None) -> Tensor | None:

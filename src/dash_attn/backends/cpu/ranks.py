@@ -88,7 +88,7 @@ class RankBackward:
             walks: dict[ChainPlace, Callable[[], Coroutine]] = {place: partial(_ending, ended) for place, ended in states.items()}
         else:
             walks = {place: self._walk(unit, place, states[place]) for place in self._places(unit, self.shared.leg_of(unit).kv_tiles)}
-        starts = (partial(_chain, self.plan, place, walk) for place, walk in walks.items())
+        starts = (lambda place=place, walk=walk: Chain(self.plan, place, walk()) for place, walk in walks.items())
         with fixed_arithmetic():
             run_chains(self.landed, starts, current_interleaving() or Interleaving())
 
@@ -140,10 +140,6 @@ def run_in_legs(plan: Plan, legs: SharedSchedule, call: Call, saved: Saved, grad
     walk_in_legs(backward, legs)
     backward.check()
     return backward.tiles
-
-
-def _chain(plan: Plan, place: ChainPlace, walk: Callable[[], Coroutine]) -> Chain:
-    return Chain(plan, place, walk())
 
 
 def _ending(state: State) -> Coroutine:

@@ -14,11 +14,6 @@ THREADS, HELPER_THREADS = 384, 256
 CONSUMER_CHOICES = {64: {2: 1.1, 3: 1.0}, **{dim: {2: 1.0} for dim in KERNEL_DIMS[1:]}}
 
 
-def helper_blocks(threads: int) -> int:
-    """Of a helper kernel with that many threads."""
-    return -(-threads // HELPER_THREADS)
-
-
 def threads_per_row(v_dim: int) -> int:
     """Threads that sum a row of dO and O in the preprocess, 8 elements each: a power of two."""
     return 8 if v_dim == 64 else 16 if v_dim <= 128 else 32
@@ -57,43 +52,38 @@ class ForwardTiles:
     shared_bytes: int
 
 
+_BACKWARD = {
+    (64, 64): BackwardTiles(128, 128, columns=64, shared_bytes=232032, sum_pieces=4),
+    (96, 96): BackwardTiles(64, 128, columns=128, shared_bytes=231008, sum_pieces=4),
+    (128, 128): BackwardTiles(64, 128, columns=128, shared_bytes=231008, sum_pieces=4),
+    (192, 192): BackwardTiles(64, 64, columns=192, shared_bytes=214624, sum_pieces=2),
+    (256, 256): BackwardTiles(64, 64, columns=256, shared_bytes=230752, sum_pieces=2),
+    (192, 128): BackwardTiles(64, 128, columns=192, shared_bytes=230752, sum_pieces=4),
+}
+# Shared memory of the forward by consumers, of attention to a cache, and of its clusters by columns.
+_FORWARD = {
+    **{(64, 64): {2: 114896, 3: 139472}, (80, 80): {2: 229584}, (96, 96): {2: 229584}, (128, 128): {2: 229584}},
+    **{(192, 128): {2: 225488}, (192, 192): {2: 221392}, (256, 256): {2: 229584}},
+}
+_DECODE = {64: 106624, 96: 114816, 128: 114816, 192: 196736, 256: 196736}
+_CLUSTER = {64: {16: 202368, 32: 208640}, 128: {16: 229504, 32: 225536, 64: 221312}}
+
+
 def backward_tiles(dim: int, v_dim: int | None = None) -> BackwardTiles:
-    """As BackwardConfig: K, V, Q and dO, scores, dQ staging, row statistics, notes, barriers. `v_dim`: of v, if not as of q and k."""
-    columns, v_dim = -(-dim // 64) * 64, dim if v_dim is None else v_dim
-    if (dim, v_dim) not in BACKWARD_DIMS:
-        raise ValueError(f"no backward kernel has head dims {dim} (q and k) and {v_dim} (v); there are {BACKWARD_DIMS}")
-    if v_dim != dim:
-        return _tiles_of_narrow_values(columns, v_dim)
-    if dim > 128:  # WideConfig
-        rows, do_stages = 64, 2 if dim == 192 else 1
-        tiles = (2 + 2 + do_stages) * rows * columns * 2 + 4 * rows * rows * 2 + 2 * rows * 64 * 4
-        return BackwardTiles(rows, rows, columns, tiles + (2 + do_stages) * rows * 4 + _NOTES, sum_pieces=2)
-    rows = 128 if dim == 64 else 64
-    tiles = 2 * 128 * columns * 2 + 2 * (2 * rows * columns * 2 + rows * 128 * 2 + rows * columns * 4)
-    return BackwardTiles(rows, 128, columns, tiles + 4 * rows * 4 + _NOTES, sum_pieces=4)
-
-
-def _tiles_of_narrow_values(columns: int, v_columns: int) -> BackwardTiles:
-    """TallConfig beyond head dim 128: one stage of dO and of dQ."""
-    rows = 64
-    tiles = 128 * (columns + v_columns) * 2 + 2 * rows * columns * 2 + rows * v_columns * 2 + 2 * rows * 128 * 2 + rows * columns * 4
-    return BackwardTiles(rows, 128, columns, tiles + 3 * rows * 4 + _NOTES, sum_pieces=4)
-
-
-_NOTES = 8 * 16 + 2 * 64 + 352  # step notes, chain notes, barriers
+    """As BackwardConfig. `v_dim`: of v, if not as of q and k."""
+    dims = dim, dim if v_dim is None else v_dim
+    if dims not in _BACKWARD:
+        raise ValueError(f"no backward kernel has head dims {dim} (q and k) and {dims[1]} (v); there are {BACKWARD_DIMS}")
+    return _BACKWARD[dims]
 
 
 def forward_tiles(dim: int, consumers: int, v_dim: int = 0) -> ForwardTiles:
-    """As ForwardConfig: Q (twice up to head dim 128), two stages of K and V, the output (unless it leaves over Q), notes, barriers.
+    """As ForwardConfig. v_dim 0: as dim."""
+    return ForwardTiles(_forward_kv_rows(dim), _FORWARD[dim, v_dim or dim][consumers])
 
-    v_dim 0: as dim.
-    """
-    columns, v_columns = (-(-width // 64) * 64 for width in (dim, v_dim or dim))
-    kv_rows = 128 if dim <= 128 else 112 if dim == 192 else 80
-    q_bytes = consumers * 64 * columns * 2
-    out_bytes = consumers * 64 * v_columns * 2 if v_columns <= 128 else 0
-    tiles = (2 if dim <= 128 else 1) * q_bytes + 2 * kv_rows * (columns + v_columns) * 2 + out_bytes
-    return ForwardTiles(kv_rows, tiles + 2 * 32 + 16 + 128)
+
+def _forward_kv_rows(dim: int) -> int:
+    return 128 if dim <= 128 else 112 if dim == 192 else 80
 
 
 DECODE_ROWS = 64  # of a unit: queries of all query heads of a group
@@ -104,24 +94,10 @@ CLUSTERS = ((64, 16, 30), (64, 32, 66), (128, 16, 15), (128, 32, 30), (128, 64, 
 
 
 def decode_tiles(dim: int) -> ForwardTiles:
-    """As DecodeConfig: Q, a ring of slots for tiles of K and V, barriers. Rows are those of the forward, so the bits are."""
-    columns, kv_rows = -(-dim // 64) * 64, forward_tiles(dim, 2).kv_rows
-    slots = 6 if dim <= 64 else 3 if dim <= 128 else 4
-    return ForwardTiles(kv_rows, (DECODE_ROWS + slots * kv_rows) * columns * 2 + 128)
+    """As DecodeConfig. Rows are those of the forward, so the bits are."""
+    return ForwardTiles(_forward_kv_rows(dim), _DECODE[dim])
 
 
 def cluster_tiles(dim: int, columns: int) -> ForwardTiles:
-    """As ClusterConfig: Q, slots of K and V, messages and drafts of them, maxima, exponentials, barriers; in units of 128 bytes."""
-    kv_rows, ctas = forward_tiles(dim, 2).kv_rows, dim // columns
-    k_slots, v_slots, rounds = 3 * 128 // dim, {16: 12, 32: 8, 64: 5}[columns], 3 if columns == 16 else 4
-    lanes = 4 if dim == 64 else 1
-    message = CLUSTER_ROWS * (kv_rows * 2 + 4 + 4 + lanes * 16)
-    tiles = CLUSTER_ROWS * dim * 2 + k_slots * kv_rows * dim * 2 + v_slots * kv_rows * columns * 2
-    messages = rounds * (ctas + 1) * _in_units(message, 128)
-    barriers = 8 * (2 * k_slots + 2 * v_slots + 8 + rounds * ctas + 2 * rounds)
-    floats = CLUSTER_ROWS * (8 * ctas * 4 + 2 * (kv_rows + 8)) + 64
-    return ForwardTiles(kv_rows, _in_units(tiles + messages + 4 * floats + barriers, 128))
-
-
-def _in_units(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
+    """As ClusterConfig."""
+    return ForwardTiles(_forward_kv_rows(dim), _CLUSTER[dim][columns])

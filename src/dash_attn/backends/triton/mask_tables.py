@@ -17,11 +17,11 @@ from torch import Tensor
 
 from ...masks import EMPTY, FULL, PARTIAL, BooleanMask, IntervalMask, Mask, PatternPerHead, TileMap, TilePattern
 from ...masks.boolean_mask import words_and_places
+from ..gpus import FAR_AWAY
 from ..kept import Kept, upload
 from .tiles import Tile
 
 BAND, ROWS, BLOCKS, BITS = 0, 1, 2, 3  # as in kernels/visits.py
-FAR_AWAY = 2**29  # farther than any two tokens are apart
 TABLES = ("rows", "bounds", "visits", "blocks", "places", "matrices")
 MOST_TABLES = 128  # that are kept on GPUs
 Tables = TypeVar("Tables")

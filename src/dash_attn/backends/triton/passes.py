@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.call import Call, Gradients, Grads, Saved
+from ...call.call import Call, Gradients, Grads, Saved, cut
 from .launch import Launch
 from .mask_tables import TABLES, Masked
 from .support import architecture_of, check_call, check_elements
 from .tiles import Tile, tiles_for
 
-LOG2_E = 1.4426950408889634
 UNIT = 8  # numbers: strides are multiples of it, and so are the head dims that kernels see
 SMALLEST_BLOCK = 16  # columns of a product
 STATISTIC_ROWS = {64: 64, 128: 32, 256: 16}  # of a tile of the row statistics, by columns
@@ -72,11 +71,6 @@ class Passes:
         length, rows = self.lengths[by_keys], (tile.q_rows, tile.kv_rows)[by_keys]
         return length // rows + self.sequences if self.packed else -(-length // rows)
 
-    def scales(self) -> dict[str, float]:
-        """What makes scores exponents of two and, with softcap, what goes into tanh (`capped` in kernels/tiles.py)."""
-        cap = self.options.softcap
-        return {"scale_log2": (cap or self.options.scale) * LOG2_E, "cap_scale": 2 * LOG2_E * self.options.scale / cap if cap else 0.0}
-
     def launch(self, kernel: str, tile: Tile, own: dict[str, Any], by_keys: bool = False, **constants: Any) -> Launch:
         """One of the passes over tiles: what they share, and its own arguments."""
         heads, kv_heads = self.heads
@@ -91,7 +85,7 @@ class Passes:
             "tiles": tiles,
             "sequences": self.sequences,
             **{"q_len": self.lengths[0], "kv_len": self.lengths[1]},
-            **self.scales(),
+            **self.options.kernel_scales,
             **mask.arguments(),
             **own,
         }
@@ -237,11 +231,6 @@ def _sink_gradient(passes: Passes, rows: RowValues, sinks: Tensor) -> Tensor:
 def logits_of(sinks: Tensor) -> Tensor:
     """In float32, where kernels can read them."""
     return readable(sinks.detach().float())
-
-
-def cut(tensor: Tensor, dim: int) -> Tensor:
-    """Without the columns that aligning has added."""
-    return tensor if tensor.shape[-1] == dim else tensor[..., :dim].contiguous()
 
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:

@@ -17,7 +17,7 @@ from ..driver.launch import current_stream, on_device
 from ..driver.parameters import Pair, SinkGradientParams
 from ..driver.tensor_map import TensorMap
 from ..driver.trouble import raise_if_troubled
-from ..tiles import helper_blocks, threads_per_row
+from ..tiles import threads_per_row
 from .backward_setup import BackwardSetup, Parameters, setup_of
 from .forward import prepared as prepared_forward
 from .layout import CallCache, Layout, empty_contiguous, row_strides
@@ -80,7 +80,7 @@ class BackwardCall:
         setup, device, dq_tiles = self.setup, self.layout.device, self.setup.sizes.dq_tiles
         kernels = setup.kernels(self.records)
         threads_before = dq_tiles * setup.tiles.q_rows * threads_per_row(self.layout.backward_dims[1])
-        self.preprocess = kernels.preprocess.load(device).prepare(helper_blocks(threads_before), [addressof(self.before)])
+        self.preprocess = kernels.preprocess.by_thread(device, threads_before, self.before)
         notes = kernels.modifier_notes
         self.modifiers = None if notes is None else BackwardModifiers(self.layout, setup.options, notes, dq_tiles)
         parameters = [self.main] if self.modifiers is None else [self.main, self.modifiers.params]

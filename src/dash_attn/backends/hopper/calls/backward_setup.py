@@ -29,7 +29,7 @@ from ..driver.workspace import Workspace
 from ..support import check_gang, check_kinds, is_modified, sm_count
 from ..tiles import BackwardTiles, backward_tiles
 from .kernel_names import MODIFIER_NOTE_BYTES, PACKED, BackwardKernels, Variant, backward_kernels
-from .layout import Layout, kernel_scales, masked_score, row_strides
+from .layout import Layout, masked_score, row_strides
 from .packed import largest_gang, packed_sizes
 from .tables import kind_of
 
@@ -110,7 +110,7 @@ class Parameters:
             masked_score=masked_score(options),
             mask=mask,
             **shared,
-            **kernel_scales(options),
+            **options.kernel_scales,
         )
         sums = SumPlaces(
             kv_heads=sizes.kv_heads,
@@ -169,8 +169,8 @@ class BackwardSetup:
             kv_heads=layout.kv_heads,
             rows=layout.q_len,
             keys=layout.kv_len,
-            q_tiles=layout.tiles_of_queries(self.tiles.q_rows),
-            kv_tiles=layout.tiles_of_keys(self.tiles.kv_rows),
+            q_tiles=layout.tiles(layout.q_len, self.tiles.q_rows),
+            kv_tiles=layout.tiles(layout.kv_len, self.tiles.kv_rows),
             sums=sums if self.parts > 1 else 0,
             pieces=self.tiles.sum_pieces,
         )

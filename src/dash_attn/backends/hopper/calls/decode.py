@@ -17,6 +17,7 @@ from ....call.call import Saved
 from ....call.kv_cache import CacheCall
 from ....errors import Unsupported
 from ....masks import Mask
+from ...gpus import FAR_AWAY
 from ...kept import Kept, refuse_capture
 from ..driver.launch import check, cuda_driver, current_stream, device_index, on_device
 from ..driver.parameters import AppendParams, CacheParams, DecodeParams
@@ -26,8 +27,7 @@ from ..driver.workspace import Workspace
 from ..support import DTYPES, check_call, refuse_modifiers, sm_count
 from ..tiles import CLUSTER_ROWS, CLUSTERS, DECODE_ROWS, decode_tiles, kernel_dim
 from .kernel_names import KernelName, decode_kernel
-from .layout import MOST_CALLS, kernel_scales, row_strides
-from .tables import FAR_AWAY
+from .layout import MOST_CALLS, row_strides
 
 APPEND = KernelName("decode/append.cuh", "append_to_cache", 128)
 
@@ -133,7 +133,7 @@ class DecodeCall:
             v_dim=v_cache.shape[-1],
             row_tiles=work.row_tiles,
             box_rows=kv_rows if call.block_table is None else gcd(cache.shape[1], kv_rows),
-            **kernel_scales(options),
+            **options.kernel_scales,
         )
         self.params.window_left, self.params.window_right = window_of(options.mask)
         self.params.cache = _cache_params(call)

@@ -19,9 +19,9 @@ from ..support import DTYPES
 from ..tiles import decode_tiles
 from .backward_setup import BackwardSetup, backward_setup
 from .decode import APPEND, Work, check_cache_call
-from .few_queries import are_few, as_cache
-from .forward import ForwardSetup, forward_setup
-from .kernel_names import BackwardKernels, KernelName
+from .few_queries import as_cache
+from .forward import ForwardSetup, are_few, forward_setup
+from .kernel_names import KernelName
 from .rank_backward import BackwardInLegs
 
 
@@ -104,12 +104,20 @@ def _explain_packed(call: Call) -> Explanation:
 
 
 def _fields(call: Call, ahead: ForwardSetup, behind: BackwardSetup, in_legs: BackwardInLegs | None = None) -> dict[str, Any]:
-    """What this backend adds to an explanation."""
-    names = {"forward": _forward_kernel(call, ahead), **_by_name(behind.kernels() if in_legs is None else in_legs.kernels())}
-    loaded = {} if call.q.is_meta else _load(names, behind.layout.device)
+    """What this backend adds to an explanation. Kernels are in the order of their launches."""
+    kernels = (in_legs or behind).kernels()
+    loaded = _load(
+        None if call.q.is_meta else behind.layout.device,
+        forward=_forward_kernel(call, ahead),
+        modifiers=kernels.modifier_notes,
+        preprocess=kernels.preprocess,
+        backward=kernels.attention,
+        ending=kernels.ending,
+        postprocess=kernels.postprocess,
+    )
     return {
         "backward_tiles": (behind.tiles.q_rows, behind.tiles.kv_rows),
-        "forward_tiles": (ahead.q_rows, ahead.kv_rows),
+        "forward_tiles": ahead.tile,
         "workspace_bytes": behind.workspace.bytes if in_legs is None else in_legs.workspace_bytes,
         "kernels": {name: kernel.sha256 for name, kernel in loaded.items()},
         "kernel_origins": {name: kernel.origin for name, kernel in loaded.items()},
@@ -124,28 +132,19 @@ def _forward_kernel(call: Call, ahead: ForwardSetup) -> KernelName:
     return Work.of(as_cache(run, layout, None)).kernel(layout.dtype, bool(options.softcap))
 
 
-def _by_name(kernels: BackwardKernels) -> dict[str, KernelName]:
-    """In the order of their launches."""
-    found = {
-        "modifiers": kernels.modifier_notes,
-        "preprocess": kernels.preprocess,
-        "backward": kernels.attention,
-        "ending": kernels.ending,
-        "postprocess": kernels.postprocess,
-    }
-    return {name: kernel for name, kernel in found.items() if kernel is not None}
-
-
-def _load(kernels: dict[str, KernelName], device: int) -> dict[str, Kernel]:
-    """Compiles what is not compiled yet: hashes are of the machine code, not of the source."""
-    return {name: kernel.load(device).kernel for name, kernel in kernels.items()}
+def _load(device: int | None, **kernels: KernelName | None) -> dict[str, Kernel]:
+    """Compiles what is not compiled yet: hashes are of the machine code, not of the source. device: None loads nothing."""
+    if device is None:
+        return {}
+    return {name: kernel.load(device).kernel for name, kernel in kernels.items() if kernel is not None}
 
 
 def explain_cache(call: CacheCall) -> CacheExplanation:
     check_cache_call(call)
     work = Work.of(call)
-    names = {"decode": work.kernel(DTYPES[call.q.dtype], bool(call.options.softcap)), **({"append": APPEND} if call.new else {})}
-    loaded = {} if call.q.is_meta else _load(names, device_index(call.q.device))
+    decode = work.kernel(DTYPES[call.q.dtype], bool(call.options.softcap))
+    index = None if call.q.is_meta else device_index(call.q.device)
+    loaded = _load(index, decode=decode, append=APPEND if call.new else None)
     return explanation_of_cache(
         call,
         "hopper",

@@ -7,27 +7,16 @@ import threading
 import torch
 from torch import Tensor
 
-from ....call.call import Call, Saved
+from ....call.call import Call, Saved, cut
 from ....call.kv_cache import CacheCall
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ..driver.launch import current_stream, on_device
 from ..driver.workspace import Workspace
-from ..support import is_modified
-from ..tiles import DECODE_ROWS
 from .decode import DecodeCall
-from .layout import Layout, PreparedForward, cut
+from .layout import Layout, PreparedForward
 from .packed import SequenceLayout, sequence_sizes
 from .tables import mask_on_device
-
-FEW, MANY = 16, 512  # queries and keys of a sequence: with more queries, or fewer keys, the other kernel is as fast
-
-
-def are_few(layout: Layout, options: AttentionOptions) -> bool:
-    """Whether all queries of a sequence and a KV head are one unit of the kernel for caches."""
-    queries, keys = layout.longest
-    fits = queries <= FEW and queries * layout.group <= DECODE_ROWS and keys >= MANY
-    return fits and options.mask.sides is not None and not is_modified(options)
 
 
 def as_cache(call: Call, layout: Layout, row: Tensor | None) -> CacheCall:
@@ -59,8 +48,7 @@ class FewQueries(PreparedForward):
         if layout.packed:
             self.row = torch.zeros(layout.count, dtype=torch.int32, device=self.device)
             mask = mask_on_device(options.mask, layout.q_len, layout.kv_len, self.device)
-            tiles = layout.tiles_of_queries(tile[0])
-            self.lengths = SequenceLayout(layout, mask, "{}, {}".format(*tile), tiles, tickets_are_chains=False)
+            self.lengths = SequenceLayout(layout, mask, tile)
             self.workspace = Workspace(next_ticket=8, **sequence_sizes(layout))
 
     def run(self, tensors: tuple[Tensor, ...], call: Call) -> Saved:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....call.call import Call, Saved
+from ....call.call import Call, Saved, cut
 from ....call.options import AttentionOptions
 from ....scheduling.problem import Problem
 from ..driver.launch import check, cuda_driver, current_stream, on_device
@@ -20,16 +20,17 @@ from ..driver.tensor_map import TensorMap
 from ..driver.trouble import raise_if_troubled
 from ..driver.workspace import Workspace
 from ..support import is_modified, sm_count
-from ..tiles import CONSUMER_CHOICES, forward_dims, forward_tiles
-from .few_queries import FewQueries, are_few
+from ..tiles import CONSUMER_CHOICES, DECODE_ROWS, forward_dims, forward_tiles
+from .few_queries import FewQueries
 from .kernel_names import PACKED, KernelName, Variant, forward_kernel
-from .layout import CallCache, Layout, PreparedForward, cut, empty_contiguous, kernel_scales
+from .layout import CallCache, Layout, PreparedForward, empty_contiguous
 from .mask_bits import MaskBits
 from .modified import ForwardModifiers
 from .packed import PackedTiler
 from .tables import kind_of, mask_on_device, masks_by_bits, visits_on_device
 
 CONSUMER_ROWS = 64  # queries of a consumer warpgroup
+FEW, MANY = 16, 512  # queries and keys of a sequence: with more queries, or fewer keys, the kernel for caches is no faster
 LONG = 1024  # packed sequences from which three consumers pay; the bits are the same
 CACHED_BYTES = 8 * 2**20  # K and V that stay in the L2 cache beside Q and the output
 LAST_ROUNDS = 4  # Q tiles of the last heads per SM: enough to end together, the shortest last
@@ -54,12 +55,19 @@ class ForwardSetup:
             self.consumers, self.mask_kind = 3 if layout.dim == 64 and layout.longest[0] >= LONG else 2, PACKED
         else:
             self.consumers, self.mask_kind = self.problem.tile_q // CONSUMER_ROWS, kind_of(self.problem)
-        self.q_rows, self.kv_rows = CONSUMER_ROWS * self.consumers, forward_tiles(layout.dim, self.consumers).kv_rows
+        self.tile = CONSUMER_ROWS * self.consumers, forward_tiles(layout.dim, self.consumers).kv_rows
 
     def kernel(self) -> KernelName:
         options, layout = self.options, self.layout
         dim, v_dim = (layout.dim, layout.dim) if is_modified(options) else forward_dims(layout.q_dim, layout.v_dim)
         return forward_kernel(Variant.of(layout.dtype, dim, options, self.mask_kind), self.consumers, v_dim)
+
+
+def are_few(layout: Layout, options: AttentionOptions) -> bool:
+    """Whether all queries of a sequence and a KV head are one unit of the kernel for caches."""
+    queries, keys = layout.longest
+    fits = queries <= FEW and queries * layout.group <= DECODE_ROWS and keys >= MANY
+    return fits and options.mask.sides is not None and not is_modified(options)
 
 
 def forward_problem(layout: Layout, options: AttentionOptions) -> Problem:
@@ -84,22 +92,23 @@ class ForwardCall(PreparedForward):
         self.setup, self.layout, self.device = ForwardSetup(layout, options), layout, q.device
         self.holds_tables = not layout.packed
         self.mask = mask_on_device(options.mask, layout.q_len, layout.kv_len, q.device)
-        self.tiler = PackedTiler(layout, self.mask, self.setup.q_rows, self.setup.kv_rows) if layout.packed else None
-        self.workspace = Workspace(next_ticket=8, **({} if self.tiler is None else self.tiler.sizes(layout)))
+        self.tiler = PackedTiler(layout, self.mask, self.setup.tile) if layout.packed else None
+        self.workspace = Workspace(next_ticket=8, **({} if self.tiler is None else self.tiler.sizes))
         self.params = ForwardParams(
             batch=layout.batch,
             q_heads=layout.q_heads,
             group=layout.group,
             tokens=layout.q_len,
             mask=self.mask.params,
-            **kernel_scales(options),
+            **options.kernel_scales,
         )
         self.out_shape = (*q.shape[:-1], v.shape[-1])
         self.out_like_q, self.padded = self.out_shape == tuple(q.shape), v.shape[-1] != layout.v_dim
         self.at: dict[str, int] = {}  # addresses of the last workspace
         self.lse_shape, self.lse_strides = layout.lse_shape, layout.lse_strides
         out = q.new_empty(self.out_shape)
-        boxes = ((q, CONSUMER_ROWS), (k, self.setup.kv_rows), (v, self.setup.kv_rows), (out, CONSUMER_ROWS))
+        kv_rows = self.setup.tile[1]
+        boxes = ((q, CONSUMER_ROWS), (k, kv_rows), (v, kv_rows), (out, CONSUMER_ROWS))
         self.maps = [TensorMap(tensor, rows) for tensor, rows in boxes]
         self.modifiers = ForwardModifiers(layout, options) if is_modified(options) else None
         self.some_attend_nothing = False  # rows that no CTA writes
@@ -133,8 +142,8 @@ class ForwardCall(PreparedForward):
     def _leave_room(self, tiler: PackedTiler, k: Tensor, v: Tensor) -> int:
         """Packed sequences: two kernels first lay out their tiles on the device. Tiles without visits are also written. Returns the most
         tickets there can be."""
-        self.params.heads_side_by_side, self.params.last_heads = self._heads_side_by_side(k, v, tiler.room)
-        return self.layout.q_heads * tiler.room
+        self.params.heads_side_by_side, self.params.last_heads = self._heads_side_by_side(k, v, tiler.head_tiles)
+        return self.layout.q_heads * tiler.head_tiles
 
     def _heads_side_by_side(self, k: Tensor, v: Tensor, places: int) -> tuple[int, int]:
         """Of all heads, and of the last ones."""
@@ -197,8 +206,7 @@ class ForwardCall(PreparedForward):
 def prepare(layout: Layout, tensors: tuple[Tensor, ...], options: AttentionOptions) -> ForwardCall | FewQueries:
     if not are_few(layout, options):
         return ForwardCall(layout, tensors, options)
-    setup = ForwardSetup(layout, options)
-    return FewQueries(layout, tensors, options, (setup.q_rows, setup.kv_rows))
+    return FewQueries(layout, tensors, options, ForwardSetup(layout, options).tile)
 
 
 _calls = CallCache(prepare)

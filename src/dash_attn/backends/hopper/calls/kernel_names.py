@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from ctypes import Structure, addressof
 from dataclasses import dataclass, replace
 
 from ....call.options import AttentionOptions
-from ..driver.launch import LoadedKernel, load_kernel
+from ..driver.launch import Launch, LoadedKernel, load_kernel
 from ..tiles import (
     CLUSTER_THREADS,
     DECODE_THREADS,
@@ -37,6 +38,10 @@ class KernelName:
 
     def load(self, device: int) -> LoadedKernel:
         return load_kernel(device, self.header, self.name, self.threads, self.shared_bytes)
+
+    def by_thread(self, device: int, count: int, params: Structure) -> Launch:
+        """Of a kernel that has a thread for each of `count` things."""
+        return self.load(device).prepare(-(-count // self.threads), [addressof(params)])
 
 
 @dataclass(frozen=True)

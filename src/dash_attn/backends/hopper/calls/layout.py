@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ....call.call import Call, Gradients, Saved
+from ....call.call import Call, Gradients, Saved, cut
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
 from ....scheduling.problem import Problem
@@ -22,7 +22,6 @@ from ..driver.tensor_map import tma_ready
 from ..support import DTYPES, check_call
 from ..tiles import backward_dims, kernel_dim
 
-LOG2_E = 1.4426950408889634
 MOST_CALLS = 256  # prepared calls kept; the least recently used goes first
 
 
@@ -82,14 +81,8 @@ class Layout:
     def lse_strides(self) -> tuple[int, ...]:
         return (self.q_heads * self.q_len, self.q_len, 1)[-len(self.lse_shape) :]
 
-    def tiles_of_queries(self, rows: int) -> int:
-        """Q tiles of a head; of packed sequences, room for those of all."""
-        return self._tiles(self.q_len, rows)
-
-    def tiles_of_keys(self, rows: int) -> int:
-        return self._tiles(self.kv_len, rows)
-
-    def _tiles(self, length: int, rows: int) -> int:
+    def tiles(self, length: int, rows: int) -> int:
+        """Of a head; of packed sequences, room for those of all."""
         return length // rows + self.count if self.packed else -(-length // rows)
 
     def problem(self, options: AttentionOptions, tile_q: int, tile_kv: int) -> Problem:
@@ -107,11 +100,6 @@ def empty_contiguous(like: Tensor) -> Tensor:
     return torch.empty_like(like) if like.is_contiguous() else like.new_empty(like.shape)
 
 
-def cut(tensor: Tensor, dim: int) -> Tensor:
-    """The first `dim` columns: what is there without padding."""
-    return tensor if tensor.shape[-1] == dim else tensor[..., :dim].contiguous()
-
-
 def masked_score(options: AttentionOptions) -> float:
     """Far below every score, but with softcap its square must still be a number: the slope of the cap is 1 - score^2."""
     return -1e18 if options.softcap else -1e30
@@ -120,12 +108,6 @@ def masked_score(options: AttentionOptions) -> float:
 def row_strides(tensor: Tensor) -> Any:
     """Strides of batch, row and head; packed tokens are one batch."""
     return Strides(*tensor.stride()[:3]) if tensor.ndim == 4 else Strides(0, *tensor.stride()[:2])
-
-
-def kernel_scales(options: AttentionOptions) -> dict[str, float]:
-    """What scores are multiplied by before exp2 and, with softcap, before tanh (tanh_half_log2 of common/ptx.cuh)."""
-    cap = options.softcap
-    return {"scale_log2": (cap or options.scale) * LOG2_E, "cap_scale": 2 * LOG2_E * options.scale / cap if cap else 0.0}
 
 
 class Prepared(Protocol):

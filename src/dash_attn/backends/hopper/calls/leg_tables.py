@@ -8,7 +8,7 @@ Tables are uploaded once for a shared schedule, then used by every backward of i
 
 from collections.abc import Iterable
 from itertools import accumulate, groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,13 +30,6 @@ MOST_TABLES = 64  # of shared schedules and ranks that are kept on devices
 Q_FIRST, Q_STRIDE, LENGTH, TURN_MUL, TURN_ADD, _, _, ENTRIES = range(len(RUN_FIELDS))
 CHAIN_FIELDS, ENDING_FIELDS = ChainRecord.names, EndingRecord.names
 CHAIN_BYTES, ENDING_BYTES = int(ChainRecord.bytes()), int(EndingRecord.bytes())
-
-
-class Range(NamedTuple):
-    """Rows of a table."""
-
-    first: int
-    number: int
 
 
 class RankRows:
@@ -107,7 +100,7 @@ class LegTables:
         self.entries = frozen_ints(np.concatenate([np.zeros((0, 3), dtype=np.int64), *self._runs.entries]))
         self.q_turns = frozen_ints(plan.turns_per_q_tile[self.rows.q_tiles])
         # Of every leg: the next ticket, and how many there are; and by unit, which row that is.
-        self.counters = frozen_ints(np.array([(0, chains.number) for chains in self.chains.values()]).reshape(-1, 2))
+        self.counters = frozen_ints(np.array([(0, len(chains)) for chains in self.chains.values()]).reshape(-1, 2))
         self.counter_of = {unit: row for row, unit in enumerate(self.chains)}
 
     @property
@@ -139,13 +132,14 @@ class LegTables:
                 states += self.shared.state_tiles(unit)
         return found
 
-    def _joined(self, units: Iterable[Unit], rows_of: Any, fields: list[str]) -> tuple[Ints, dict[int, Range]]:
-        parts, ranges, first = [np.zeros((0, len(fields)), dtype=np.int32)], {}, 0
+    def _joined(self, units: Iterable[Unit], rows_of: Any, fields: list[str]) -> tuple[Ints, dict[int, range]]:
+        """A table, and which of its rows are those of each unit."""
+        parts, rows, first = [np.zeros((0, len(fields)), dtype=np.int32)], {}, 0
         for unit in units:
             parts.append(rows_of(unit))
-            ranges[unit.number] = Range(first, len(parts[-1]))
+            rows[unit.number] = range(first, first + len(parts[-1]))
             first += len(parts[-1])
-        return frozen_ints(np.concatenate(parts)), ranges
+        return frozen_ints(np.concatenate(parts)), rows
 
     def records_of(self, unit: Unit, heads: tuple[Head, ...] | None = None) -> Ints:
         """The chains of a leg, of all heads or of some, by ticket: position by position, head by head. A chain waits for those of its
@@ -232,10 +226,10 @@ class LegsOnDevice:
         self._some: dict[tuple[int, tuple[Head, ...]], DeviceTables] = {}
 
     def records(self, unit: Unit) -> int:
-        return self.tables["records"] + CHAIN_BYTES * self.host.chains[unit.number].first
+        return self.tables["records"] + CHAIN_BYTES * self.host.chains[unit.number].start
 
     def endings(self, unit: Unit) -> int:
-        return self.tables["endings"] + ENDING_BYTES * self.host.ends[unit.number].first
+        return self.tables["endings"] + ENDING_BYTES * self.host.ends[unit.number].start
 
     def of_some_heads(self, unit: Unit, heads: tuple[Head, ...]) -> DeviceTables:
         """Records of a unit whose heads do not run at once, made when they are first asked for."""

@@ -7,7 +7,6 @@ long as the mask that they are of.
 from __future__ import annotations
 
 import threading
-from ctypes import addressof
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +24,6 @@ from ....scheduling.problem import Problem
 from ...kept import lasting, refuse_capture, refuse_capture_of, upload
 from ..driver.launch import current_stream, device_index, on_device
 from ..driver.parameters import MaskBitsParams, MaskParams
-from ..tiles import helper_blocks
 from .kernel_names import KernelName, flag
 
 MOST_NUMBERS = 2**30  # a note has the number of a tile and one bit more
@@ -154,8 +152,7 @@ def _pack(matrix: BitMatrix, bits: Tensor, tiles: MaskBits, index: int) -> None:
         kv_len=matrix.shape[1],
         block_columns=matrix.places.shape[1],
     )
-    kernel = tiles.layout.kernel().load(index)
-    kernel.prepare(helper_blocks(tiles.count * tiles.layout.threads), [addressof(params)]).on(current_stream(index))
+    tiles.layout.kernel().by_thread(index, tiles.count * tiles.layout.threads, params).on(current_stream(index))
 
 
 def _sent(array: NDArray[Any], device: torch.device) -> Tensor:

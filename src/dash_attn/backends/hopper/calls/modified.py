@@ -1,6 +1,5 @@
 """Dropout and ALiBi: the parameters of kernels that have them (kernels/common/modifiers.cuh)."""
 
-from ctypes import addressof
 from typing import Any
 
 import torch
@@ -8,23 +7,21 @@ from torch import Tensor
 
 from ....call.call import Modifiers
 from ....call.dropout import LEVELS, threshold_of
-from ....call.options import AttentionOptions
-from ..driver.launch import Launch
+from ....call.options import LOG2_E, AttentionOptions
 from ..driver.parameters import ModifierNotesParams, ModifierParams, TilePlaces
-from ..tiles import helper_blocks
 from .kernel_names import KernelName
-from .layout import LOG2_E, Layout
+from .layout import Layout
 
 
-class PassModifiers:
-    """Of a pass. slope_factor: from slopes to what its kernel counts in."""
+class ForwardModifiers:
+    """Scores are in units of the scale, or of the cap."""
 
-    def __init__(self, layout: Layout, options: AttentionOptions, slope_factor: float) -> None:
+    def __init__(self, layout: Layout, options: AttentionOptions) -> None:
         self._options, self._first_head = options, options.head_offset * layout.group
         threshold = threshold_of(options.dropout_p) if options.dropout_p else 0
         self.params = ModifierParams(
             first_head=self._first_head,
-            slope_factor=slope_factor,
+            slope_factor=1 / (options.softcap or options.scale),
             threshold=threshold * LEVELS,
             rescale=LEVELS / threshold if threshold else 1.0,
         )
@@ -47,20 +44,14 @@ class PassModifiers:
         return lasting
 
 
-class ForwardModifiers(PassModifiers):
-    """Scores are in units of the scale, or of the cap."""
-
-    def __init__(self, layout: Layout, options: AttentionOptions) -> None:
-        super().__init__(layout, options, 1 / (options.softcap or options.scale))
-
-
-class BackwardModifiers(PassModifiers):
+class BackwardModifiers(ForwardModifiers):
     """Exponents are of 2. A kernel first writes a note for each dQ tile, which the loader brings with Q."""
 
     def __init__(self, layout: Layout, options: AttentionOptions, kernel: KernelName, dq_tiles: int) -> None:
-        super().__init__(layout, options, LOG2_E)
+        super().__init__(layout, options)
+        self.params.slope_factor = LOG2_E
         self.before = ModifierNotesParams(kv_len=layout.kv_len)
-        self._launch: Launch = kernel.load(layout.device).prepare(helper_blocks(dq_tiles), [addressof(self.before)])
+        self._launch = kernel.by_thread(layout.device, dq_tiles, self.before)
 
     def launch(self, modifiers: Modifiers | None, places: TilePlaces, notes: int, stream: Any) -> list[Tensor]:
         """Behind what plans on the device. Returns what must live until the launches are made."""

@@ -1,6 +1,5 @@
 """Packed sequences: tables that are made on the device, from cu_seqlens, before every pass."""
 
-from ctypes import addressof
 from typing import Any
 
 from ....call.offsets import SequenceOffsets
@@ -10,7 +9,7 @@ from ....scheduling.generators.shift import largest_block
 from ..driver.parameters import GroupSplit, PackedChain, PackedParams, PackedTile, PackedTilesParams, Sequence, SequenceStarts
 from ..driver.trouble import register_call, report_address
 from ..support import sm_count
-from ..tiles import BackwardTiles, backward_tiles, helper_blocks
+from ..tiles import BackwardTiles, backward_tiles
 from .kernel_names import KernelName, flag
 from .layout import Layout
 from .tables import MaskOnDevice
@@ -19,9 +18,8 @@ from .tables import MaskOnDevice
 class SequenceLayout:
     """The first of two kernels of either pass: cu_seqlens become sequences, and where each begins in the tables."""
 
-    def __init__(self, layout: Layout, mask: MaskOnDevice, rows: str, head_tiles: int, tickets_are_chains: bool) -> None:
-        name = f"packed_layout<{rows}, {flag(tickets_are_chains)}>"
-        kernel = KernelName("planning/chains.cuh", name).load(layout.device)
+    def __init__(self, layout: Layout, mask: MaskOnDevice, tile: tuple[int, int], tickets_are_chains: bool = False) -> None:
+        self._rows, self.head_tiles = "{}, {}".format(*tile), layout.tiles(layout.q_len, tile[0])
         self.params = PackedParams(
             count=layout.count,
             q_tokens=layout.q_len,
@@ -29,13 +27,14 @@ class SequenceLayout:
             q_longest=layout.longest[0],
             k_longest=layout.longest[1],
             heads=layout.kv_heads,
-            head_tiles=head_tiles,
+            head_tiles=self.head_tiles,
             workers=sm_count(layout.device),
             mask=mask.params,
             report=report_address(),
-            call=register_call(layout.q_heads, head_tiles),
+            call=register_call(layout.q_heads, self.head_tiles),
         )
-        self._launch = kernel.prepare(helper_blocks(layout.count), [addressof(self.params)])
+        kernel = KernelName("planning/chains.cuh", f"packed_layout<{self._rows}, {flag(tickets_are_chains)}>")
+        self._launches = [kernel.by_thread(layout.device, layout.count, self.params)]
 
     def work_in(self, at: dict[str, int]) -> None:
         params = self.params
@@ -44,7 +43,8 @@ class SequenceLayout:
     def launch(self, offsets: SequenceOffsets, stream: Any) -> None:
         params = self.params
         params.cu_q, params.cu_k = offsets.cu_seqlens_q.data_ptr(), offsets.cu_seqlens_k.data_ptr()
-        self._launch.on(stream)
+        for launch in self._launches:
+            launch.on(stream)
 
 
 def sequence_sizes(layout: Layout) -> dict[str, int]:
@@ -74,48 +74,34 @@ def largest_gang(layout: Layout, tiles: BackwardTiles, mask: Mask) -> int:
     return min(largest_block(q_tiles), kv_tiles)
 
 
-class PackedPlanner:
+class PackedPlanner(SequenceLayout):
     """Sequences, dQ tiles, chains and tickets of the backward."""
 
     def __init__(self, layout: Layout, mask: MaskOnDevice, split: GroupSplit, options: AttentionOptions) -> None:
         tiles = backward_tiles(*layout.backward_dims)
-        rows = f"{tiles.q_rows}, {tiles.kv_rows}"
-        head_tiles, chains = layout.tiles_of_queries(tiles.q_rows), layout.tiles_of_keys(tiles.kv_rows)
-        self._sequences = SequenceLayout(layout, mask, rows, head_tiles, tickets_are_chains=True)
-        params = self._sequences.params
-        params.head_offset, params.chain_rows, params.split = options.head_offset % 2, chains, split
-        kernel = KernelName("planning/chains.cuh", f"packed_plan<{rows}>").load(layout.device)
-        self._launch = kernel.prepare(helper_blocks(max(head_tiles, 2 * chains)), [addressof(self._sequences.params)])
+        super().__init__(layout, mask, (tiles.q_rows, tiles.kv_rows), tickets_are_chains=True)
+        chains = layout.tiles(layout.kv_len, tiles.kv_rows)
+        self.params.head_offset, self.params.chain_rows, self.params.split = options.head_offset % 2, chains, split
+        kernel = KernelName("planning/chains.cuh", f"packed_plan<{self._rows}>")
+        self._launches.append(kernel.by_thread(layout.device, max(self.head_tiles, 2 * chains), self.params))
 
     def work_in(self, at: dict[str, int]) -> None:
-        self._sequences.work_in(at)
+        super().work_in(at)
         for name in ("tile_places", "q_turns", "chains", "sum_places", "tickets"):
-            setattr(self._sequences.params, name, at[name])  # both kernels take the same
-
-    def launch(self, offsets: SequenceOffsets, stream: Any) -> None:
-        self._sequences.launch(offsets, stream)
-        self._launch.on(stream)
+            setattr(self.params, name, at[name])  # both kernels take the same
 
 
-class PackedTiler:
+class PackedTiler(SequenceLayout):
     """Sequences and Q tiles of the forward."""
 
-    def __init__(self, layout: Layout, mask: MaskOnDevice, q_rows: int, kv_rows: int) -> None:
-        rows = f"{q_rows}, {kv_rows}"
-        self.room = layout.tiles_of_queries(q_rows)
-        self._sequences = SequenceLayout(layout, mask, rows, self.room, tickets_are_chains=False)
-        kernel = KernelName("planning/forward_tiles.cuh", f"packed_tiles<{rows}>").load(layout.device)
-        self._params = PackedTilesParams(count=layout.count, tile_room=self.room, mask=mask.params)
-        self._launch = kernel.prepare(helper_blocks(self.room), [addressof(self._params)])
-
-    def sizes(self, layout: Layout) -> dict[str, int]:
-        return {**sequence_sizes(layout), "tiles": PackedTile.bytes() * self.room}
+    def __init__(self, layout: Layout, mask: MaskOnDevice, tile: tuple[int, int]) -> None:
+        super().__init__(layout, mask, tile)
+        self._tiles = PackedTilesParams(count=layout.count, tile_room=self.head_tiles, mask=mask.params)
+        kernel = KernelName("planning/forward_tiles.cuh", f"packed_tiles<{self._rows}>")
+        self._launches.append(kernel.by_thread(layout.device, self.head_tiles, self._tiles))
+        self.sizes = {**sequence_sizes(layout), "tiles": PackedTile.bytes() * self.head_tiles}
 
     def work_in(self, at: dict[str, int]) -> None:
-        self._sequences.work_in(at)
+        super().work_in(at)
         for name in ("sequences", "starts", "tiles", "next_ticket"):
-            setattr(self._params, name, at[name])
-
-    def launch(self, offsets: SequenceOffsets, stream: Any) -> None:
-        self._sequences.launch(offsets, stream)
-        self._launch.on(stream)
+            setattr(self._tiles, name, at[name])

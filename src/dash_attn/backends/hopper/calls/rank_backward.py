@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....call.call import Call, Gradients, Modifiers, sum_in_order
+from ....call.call import Call, Gradients, Modifiers, cut, sum_in_order
 from ....call.options import AttentionOptions
 from ....scheduling.plan import Plan
 from ....scheduling.ranks.units import SharedSchedule, Unit, most_states
@@ -24,10 +24,10 @@ from ..driver.tensor_map import TensorMap, tma_ready
 from ..driver.trouble import raise_if_troubled
 from ..driver.workspace import Workspace
 from ..support import DTYPES, check_call, check_kinds, refuse_modifiers, sm_count
-from ..tiles import backward_dims, backward_tiles, helper_blocks, threads_per_row
+from ..tiles import backward_dims, backward_tiles, threads_per_row
 from .backward_setup import BackwardSetup, Parameters, workspace_sizes
 from .kernel_names import BackwardKernels, Variant, leg_kernels
-from .layout import cut, row_strides
+from .layout import row_strides
 from .leg_tables import LegTables, legs_on_device
 from .tables import mask_kind
 
@@ -138,8 +138,7 @@ class RankBackward:
         self._end_trips = self.kernels.ending.load(self.index)
         self._endings: dict[int, Launch] = {}  # by the number of blocks
         threads = sizes.dq_tiles * self.tiles.q_rows * threads_per_row(self.kernel_dims[1])
-        kernel = self.kernels.preprocess.load(self.index)
-        kernel.prepare(helper_blocks(threads), [addressof(self.params.before)]).on(current_stream(self.index))
+        self.kernels.preprocess.by_thread(self.index, threads, self.params.before).on(current_stream(self.index))
 
     # ---- keys
 
@@ -235,7 +234,7 @@ class RankBackward:
         host = self.legs.host
         if len(groups) == 1:
             counter = self.counters.data_ptr() + 8 * host.counter_of[unit.number]
-            return [LegLaunch(groups[0], self.legs.records(unit), counter, host.chains[unit.number].number)]
+            return [LegLaunch(groups[0], self.legs.records(unit), counter, len(host.chains[unit.number]))]
         launches = []
         for keys in groups:
             heads = tuple(head for head in unit.heads if head[1] // parts in keys.heads)
@@ -260,7 +259,7 @@ class RankBackward:
         """Endings that wait, one after the other, when everything before has ended."""
         for unit, state in self._waiting:
             self.end.endings, self.end.states = self.legs.endings(unit), state.data_ptr()
-            blocks = self.legs.host.ends[unit.number].number * tile_size(*self.dims) // ENDING_FLOATS
+            blocks = len(self.legs.host.ends[unit.number]) * tile_size(*self.dims) // ENDING_FLOATS
             if blocks not in self._endings:
                 self._endings[blocks] = self._end_trips.prepare(blocks, [addressof(self.end)])
             self._endings[blocks].on(stream)

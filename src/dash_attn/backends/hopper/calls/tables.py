@@ -13,10 +13,10 @@ from ....masks.boolean_mask import BLOCK
 from ....scheduling.plan import Plan, visit_tables
 from ....scheduling.problem import Problem
 from ....scheduling.schedule import Placement
+from ...gpus import FAR_AWAY
 from ...kept import upload
 from ..driver.parameters import MaskParams, Pair, PlanTables, VisitTables
 
-FAR_AWAY = 2**29  # farther than any two tokens are apart
 ALIGNMENT = 4  # int32s: the kernel reads runs as 16-byte vectors
 
 
@@ -24,25 +24,23 @@ class DeviceTables:
     """Arrays laid end to end in one device tensor."""
 
     def __init__(self, arrays: dict[str, NDArray[Any]], device: torch.device) -> None:
-        offsets, parts, total = {}, [], 0
+        self._places: dict[str, slice] = {}
+        parts, total = [], 0
         for name, array in arrays.items():
             flat = np.ascontiguousarray(array, dtype=np.int32).ravel()
             padded = np.zeros(-(-max(1, flat.size) // ALIGNMENT) * ALIGNMENT, dtype=np.int32)
             padded[: flat.size] = flat
-            offsets[name] = total
+            self._places[name] = slice(total, total + flat.size)
             parts.append(padded)
             total += padded.size
         self.memory = upload(np.concatenate(parts), device)
-        self._offsets = offsets
-        self._sizes = {name: np.size(array) for name, array in arrays.items()}
 
     def __getitem__(self, name: str) -> int:
-        return int(self.memory.data_ptr()) + 4 * self._offsets[name]
+        return int(self.memory.data_ptr() + 4 * self._places[name].start)
 
     def copy_of(self, name: str) -> Tensor:
         """For kernels that change it."""
-        first = self._offsets[name]
-        return self.memory[first : first + self._sizes[name]].clone()
+        return self.memory[self._places[name]].clone()
 
 
 class PlanOnDevice:

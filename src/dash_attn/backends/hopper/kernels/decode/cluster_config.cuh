@@ -17,6 +17,11 @@
 #include "decode/config.cuh"
 #include "decode/places.cuh"
 
+// What a Ring is made for: where its slots and barriers begin.
+template <int RING_, int KV_BYTES_, int SLOTS_, int FULL_, int EMPTY_> struct RingAt {
+  static constexpr int RING = RING_, KV_BYTES = KV_BYTES_, SLOTS = SLOTS_, FULL = FULL_, EMPTY = EMPTY_, CONSUMER_WARPS = 4;
+};
+
 template <int D_, int COLUMNS_> struct ClusterConfig {
   static constexpr int D = D_, KV_ROWS = forward_kv_rows(D), ROWS = 8, COLUMNS = COLUMNS_, CTAS = D / COLUMNS, LANES = sum_lanes(D);
   // Warps: scores (warpgroups that take rounds in turn), outputs, K, sums, V.
@@ -52,22 +57,10 @@ template <int D_, int COLUMNS_> struct ClusterConfig {
   static constexpr int SHARED_BYTES = sizeof(Storage);
   static_assert(SHARED_BYTES <= MOST_SHARED_BYTES, "shared memory of one SM");
 
-  struct KRing {
-    static constexpr int RING = OFFSET_OF(Storage, k), KV_BYTES = K_BYTES, SLOTS = K_SLOTS, CONSUMER_WARPS = 4;
-    static constexpr int FULL = OFFSET_OF(Storage, k_full), EMPTY = OFFSET_OF(Storage, k_empty);
-  };
-  struct VRing {
-    static constexpr int RING = OFFSET_OF(Storage, v), KV_BYTES = V_BYTES, SLOTS = V_SLOTS, CONSUMER_WARPS = 4;
-    static constexpr int FULL = OFFSET_OF(Storage, v_full), EMPTY = OFFSET_OF(Storage, v_empty);
-  };
-  struct MessageRing {
-    static constexpr int RING = OFFSET_OF(Storage, messages), KV_BYTES = MESSAGE_SLOT, SLOTS = MESSAGES;
-    static constexpr int FULL = OFFSET_OF(Storage, message_full);
-  };
-  struct DraftRing {  // a slot per round
-    static constexpr int RING = OFFSET_OF(Storage, drafts), KV_BYTES = MESSAGE_SLOT, SLOTS = ROUNDS;
-    static constexpr int EMPTY = OFFSET_OF(Storage, drafts_read);
-  };
+  using KRing = RingAt<K, K_BYTES, K_SLOTS, OFFSET_OF(Storage, k_full), OFFSET_OF(Storage, k_empty)>;
+  using VRing = RingAt<V, V_BYTES, V_SLOTS, OFFSET_OF(Storage, v_full), OFFSET_OF(Storage, v_empty)>;
+  using MessageRing = RingAt<OFFSET_OF(Storage, messages), MESSAGE_SLOT, MESSAGES, OFFSET_OF(Storage, message_full), 0>;
+  using DraftRing = RingAt<OFFSET_OF(Storage, drafts), MESSAGE_SLOT, ROUNDS, 0, OFFSET_OF(Storage, drafts_read)>;  // a slot per round
 };
 
 // The tiles that a unit visits, in rounds of one per CTA.
