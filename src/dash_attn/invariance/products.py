@@ -80,9 +80,15 @@ class _Product(torch.autograd.Function):
         of_rows, of_weight, of_bias = ctx.needs_input_grad
         grad = as_rows(grad)
         grad_rows = _computed(grad, weight.t(), None) if of_rows else None
-        with SWITCHES.as_before():
-            grad_weight = _mm(grad.t(), rows) if of_weight else None
+        grad_weight = gradient_of_weight(grad, rows) if of_weight else None
         return grad_rows, grad_weight, grad.sum(0) if of_bias else None
+
+
+def gradient_of_weight(grad: Tensor, rows: Tensor) -> Tensor:
+    """A sum over rows."""
+    with SWITCHES.as_before():
+        summed: Tensor = _mm(grad.t(), rows)
+    return summed
 
 
 def _linear_of_rows(original: Any) -> Callable[..., Tensor]:
