@@ -29,6 +29,7 @@ def functions(dtype: torch.dtype) -> dict[str, Function]:
         "matmul": lambda x: torch.matmul(x, turned),
         "at": lambda x: x @ turned,
         "mm": lambda x: x.mm(turned),
+        "mm into": lambda x: torch.mm(x, turned, out=x.new_empty(len(x), N)),
         "addmm": lambda x: torch.addmm(bias, x, turned),
         "mean": lambda x: x.float().pow(2).mean(-1, keepdim=True),
         "mean of a long row": lambda x: x[:, :1].float().expand(-1, 40_000).mul(torch.arange(40_000) + 0.1).mean(dim=-1),

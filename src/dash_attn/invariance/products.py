@@ -104,11 +104,12 @@ def _product_with_matrix(original: Any) -> Callable[..., Tensor]:
     """Rows of any shape with a matrix. All else is PyTorch's: attention, tables of angles."""
 
     @wraps(original)
-    def matmul(input: Tensor, other: Any, **rest: Any) -> Tensor:
+    def matmul(input: Tensor, other: Any, *, out: Tensor | None = None, **rest: Any) -> Tensor:
         if not rest and isinstance(other, Tensor) and other.ndim == 2 and input.ndim >= 2:
-            return product(input, other.t())
-        out: Tensor = original(input, other, **rest)
-        return out
+            rows = product(input, other.t())
+            return rows if out is None else out.copy_(rows)
+        result: Tensor = original(input, other, **rest, **({} if out is None else {"out": out}))
+        return result
 
     return matmul
 
