@@ -155,7 +155,7 @@ def test_grpo_with_a_static_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert same_weights(growing, static)
 
 
-def first_update_of_grpo(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+def first_update_of_grpo(folder: Path, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     """Log-probabilities by TRL's formula: of the logits that `generate` chose a token with, of the trainer before the first update, and, of
     a micro-batch, those in it and those before it."""
     chunked = pytest.importorskip("trl.kernels", reason="needs a TRL that has a fused head").ChunkedLogProbFunction
@@ -185,7 +185,7 @@ def first_update_of_grpo(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[
     monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", scored)
     monkeypatch.setattr(trl.GRPOTrainer, "_compute_loss", with_loss)
     sizes = {"num_generations": 3, "per_device_train_batch_size": 3, "generation_batch_size": 6, "max_completion_length": 12}
-    data = datasets.Dataset.from_dict({"prompt": texts([29] * 6)})
+    data = datasets.Dataset.from_dict({"prompt": texts(lengths)})
     arguments = trl.GRPOConfig(**settings(folder, 1), **sizes, max_steps=1)
     trl.GRPOTrainer(net, lengths_as_rewards, arguments, train_dataset=data, processing_class=tokenizer()).train()
     return told
@@ -200,9 +200,16 @@ def test_grpo_has_the_log_probabilities_of_its_sampler(tmp_path: Path, monkeypat
     The control: outside of `invariance.enable()` one of both differs."""
     for inside in (True, False):
         with monkeypatch.context() as patches, invariance.enable() if inside else nullcontext():
-            told = first_update_of_grpo(tmp_path, patches)
+            told = first_update_of_grpo(tmp_path, [29] * 6, patches)
         tokens = told["trainer"] != 0  # behind the end of a completion it is 0
         ratio = (told["in the update"] - told["before it"]).exp()
         assert tokens.sum() > 30
         sampled = same_bits(told["sampler"][tokens], told["trainer"][tokens])
         assert (sampled and bool((ratio == 1).all())) == inside
+
+
+@pytest.mark.exhaustive
+def test_the_ratio_of_padded_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with invariance.enable():
+        told = first_update_of_grpo(tmp_path, LENGTHS, monkeypatch)
+    assert bool((told["in the update"] == told["before it"]).all())
