@@ -131,7 +131,7 @@ _MADE = [
     (Change(owner, name, make(getattr(owner, name))), getattr(owner, name))
     for owner, name, make in (
         (functional, "linear", _linear_of_rows),
-        (torch, "addmm", _added_to_bias),
+        *((owner, "addmm", _added_to_bias) for owner in (torch, Tensor)),
         *((owner, name, _product_with_matrix) for owner, name in MATRICES),
     )
 ]
