@@ -47,6 +47,10 @@ class Door:
         block.callback(self._put_back, length)
         return block
 
+    @property
+    def is_open(self) -> bool:
+        return bool(self._made)
+
     def close(self) -> None:
         """However often it was opened. Raises rather than undo what another library has done since."""
         if not self._made:

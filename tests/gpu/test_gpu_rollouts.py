@@ -11,6 +11,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 from dash_attn import invariance  # noqa: E402
+from dash_attn.distributed import TreeAccumulator  # noqa: E402
 from dash_attn.integrations import huggingface  # noqa: E402
 from dash_attn.invariance.switches import SWITCHES  # noqa: E402
 from dense import same_bits  # noqa: E402
@@ -58,3 +59,26 @@ def test_products_are_proved_and_settings_come_back() -> None:
     assert x.grad is not None
     assert same_bits(few[:1], x.grad[:1])
     assert (SWITCHES.library, SWITCHES.bf16, SWITCHES.fp16) == before
+
+
+def gradients(model: Any, size: int) -> list[torch.Tensor]:
+    """Of eight sequences of several lengths, padded."""
+    tokens = torch.randint(1, 4096, (8, LENGTH), generator=torch.Generator().manual_seed(2)).cuda()
+    mask = (torch.arange(LENGTH, device="cuda") < LENGTH - 9 * torch.arange(8, device="cuda")[:, None]).long()
+    model.zero_grad()
+    accumulator = TreeAccumulator(8)
+    with invariance.enable():
+        for rows, kept in zip(tokens.split(size), mask.split(size), strict=True):
+            with invariance.per_sequence(model, accumulator, kept):
+                logits = model(input_ids=rows, attention_mask=kept, use_cache=False).logits
+                (-(invariance.log_probs(logits, rows) * kept).sum() / 100).backward()
+        accumulator.finish(model, divide=False)
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Olmo2"])
+def test_every_size_of_micro_batch(name: str) -> None:
+    model = model_of(name, torch.bfloat16)
+    whole = gradients(model, 8)
+    for size in (1, 2, 4):
+        assert all(same_bits(one, other) for one, other in zip(gradients(model, size), whole, strict=True))

@@ -20,7 +20,7 @@ ROOMS: dict[str, set[str]] = {
     "call": CORE,
     "backends": {*CORE, "execution", "viewing", "call"},
     "attention": {*CORE, "call", "backends"},
-    "invariance": {"door", "call", "backends"},
+    "invariance": {"door", "call", "backends", "distributed"},
     "distributed": {*CORE, "call", "backends", "attention"},
     "nn": {"masks", "attention"},
     "tools": {*CORE, "execution", "viewing", "call", "backends", "attention", "invariance", "distributed"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl", reason="needs TRL (in the dev extra, for Python 3.11 and later)")
 datasets = pytest.importorskip("datasets")
 
+from dash_attn import invariance  # noqa: E402
 from dash_attn.integrations import huggingface  # noqa: E402
 from dense import same_bits  # noqa: E402
 from process_settings import restored_settings  # noqa: E402
@@ -55,11 +57,11 @@ def settings(folder: Path, seed: int) -> dict[str, Any]:
     }
 
 
-def model(folder: Path, attention: str, seed: int) -> nn.Module:
+def model(folder: Path, attention: str, seed: int, **sizes: int) -> nn.Module:
     """From a file, because a trainer that needs a second copy reads it from there."""
     huggingface.enable()
     transformers.set_seed(seed)
-    transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES)).save_pretrained(folder / "model")
+    transformers.MistralForCausalLM(transformers.MistralConfig(**{**SIZES, **sizes})).save_pretrained(folder / "model")
     return transformers.MistralForCausalLM.from_pretrained(folder / "model", attn_implementation=attention)
 
 
@@ -151,3 +153,63 @@ def test_grpo_with_a_static_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert made
     assert wrote == wrote_static
     assert same_weights(growing, static)
+
+
+def first_update_of_grpo(folder: Path, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """Log-probabilities by TRL's formula: of the logits that `generate` chose a token with, of the trainer before the first update, and, of
+    a micro-batch, those in it and those before it."""
+    chunked = pytest.importorskip("trl.kernels", reason="needs a TRL that has a fused head").ChunkedLogProbFunction
+    net, told = model(folder, "dash_attn", seed=1, hidden_size=256, intermediate_size=601), dict[str, Tensor]()
+    for parameter in net.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)  # else tokens are all alike, and rounding hides differences
+    generate, score, loss = net.generate, trl.GRPOTrainer._get_per_token_logps_and_entropies, trl.GRPOTrainer._compute_loss
+
+    def generated(*args: Any, **named: Any) -> Tensor:
+        found = generate(*args, **named, return_dict_in_generate=True, output_logits=True)
+        tokens = found.sequences[:, -len(found.logits) :]
+        logits = torch.stack(found.logits, 1).flatten(0, 1)
+        scores = chunked.apply(logits, torch.eye(VOCABULARY), None, tokens.flatten(), 1.0, 32768, None, 1.0, ())[0]
+        told["sampler"] = scores.view(tokens.shape)
+        return found.sequences
+
+    def scored(*args: Any, **named: Any) -> Any:
+        found = score(*args, **named)
+        told["in the update" if torch.is_grad_enabled() else "trainer"] = found[0].detach().clone()
+        return found
+
+    def with_loss(trainer: Any, net: Any, inputs: Any) -> Any:
+        told["before it"] = inputs["old_per_token_logps"]
+        return loss(trainer, net, inputs)
+
+    monkeypatch.setattr(net, "generate", generated)
+    monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", scored)
+    monkeypatch.setattr(trl.GRPOTrainer, "_compute_loss", with_loss)
+    sizes = {"num_generations": 3, "per_device_train_batch_size": 3, "generation_batch_size": 6, "max_completion_length": 12}
+    data = datasets.Dataset.from_dict({"prompt": texts(lengths)})
+    arguments = trl.GRPOConfig(**settings(folder, 1), **sizes, max_steps=1)
+    trl.GRPOTrainer(net, lengths_as_rewards, arguments, train_dataset=data, processing_class=tokenizer()).train()
+    return told
+
+
+def lengths_as_rewards(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def test_grpo_has_the_log_probabilities_of_its_sampler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of prompts of one length: TRL's trainer counts the places of others from their padding on, `generate` from their first token on.
+    The control: outside of `invariance.enable()` one of both differs."""
+    for inside in (True, False):
+        with monkeypatch.context() as patches, invariance.enable() if inside else nullcontext():
+            told = first_update_of_grpo(tmp_path, [29] * 6, patches)
+        tokens = told["trainer"] != 0  # behind the end of a completion it is 0
+        ratio = (told["in the update"] - told["before it"]).exp()
+        assert tokens.sum() > 30
+        sampled = same_bits(told["sampler"][tokens], told["trainer"][tokens])
+        assert (sampled and bool((ratio == 1).all())) == inside
+
+
+@pytest.mark.exhaustive
+def test_the_ratio_of_padded_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with invariance.enable():
+        told = first_update_of_grpo(tmp_path, LENGTHS, monkeypatch)
+    assert bool((told["in the update"] == told["before it"]).all())

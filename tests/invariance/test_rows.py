@@ -29,7 +29,9 @@ def functions(dtype: torch.dtype) -> dict[str, Function]:
         "matmul": lambda x: torch.matmul(x, turned),
         "at": lambda x: x @ turned,
         "mm": lambda x: x.mm(turned),
+        "mm into": lambda x: torch.mm(x, turned, out=x.new_empty(len(x), N)),
         "addmm": lambda x: torch.addmm(bias, x, turned),
+        "addmm of a bias": lambda x: bias.addmm(x, turned),
         "mean": lambda x: x.float().pow(2).mean(-1, keepdim=True),
         "mean of a long row": lambda x: x[:, :1].float().expand(-1, 40_000).mul(torch.arange(40_000) + 0.1).mean(dim=-1),
         "layer_norm": lambda x: functional.layer_norm(x, (K,), scale),
@@ -39,6 +41,9 @@ def functions(dtype: torch.dtype) -> dict[str, Function]:
         "sigmoid": lambda x: torch.sigmoid(x),
         "rsqrt": lambda x: x.abs().rsqrt(),
         "softplus": lambda x: functional.softplus(x),
+        "log_softmax": lambda x: x.float().log_softmax(-1),
+        "rotary tables": lambda x: torch.cat([x.float().cos(), x.float().sin()], -1),
+        "sum of squares": lambda x: x.float().pow(2).sum(-1, keepdim=True),
     }
 
 
@@ -55,7 +60,7 @@ def differing(compute: Function, x: Tensor) -> list[int]:
     return [n for n in COUNTS for start in (0, 1) if not same_bits(compute(x[start : start + n]), whole[start : start + n])]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_number_of_rows(name: str, dtype: torch.dtype) -> None:
     compute, x = functions(dtype)[name], rows_of(dtype)

@@ -6,6 +6,7 @@ PyTorch's functions for them give a row the same bits however many rows come wit
 
 from .check import Report, check
 from .enabling import disable, enable
+from .sequences import per_sequence
 from .tokens import SeededTokens, log_probs, sample
 
-__all__ = ["Report", "SeededTokens", "check", "disable", "enable", "log_probs", "sample"]
+__all__ = ["Report", "SeededTokens", "check", "disable", "enable", "log_probs", "per_sequence", "sample"]

@@ -62,7 +62,7 @@ def check(model: nn.Module) -> Report:
 
 def _findings(name: str, module: nn.Module) -> Iterator[Finding]:
     kind = type(module).__name__
-    why = _not_covered(module)
+    why = not_covered(module)
     weight = getattr(module, "weight", None)
     if why is not None:
         yield Finding(name, kind, "no", why)
@@ -85,7 +85,7 @@ def _proof(module: nn.Module) -> str:
     return "proved" if any(parameter.is_cuda for parameter in module.parameters()) else "by construction"
 
 
-def _not_covered(module: nn.Module) -> str | None:
+def not_covered(module: nn.Module) -> str | None:
     """Why, in words."""
     owner, name = type(module), type(module).__name__
     implementation = getattr(getattr(module, "config", None), "_attn_implementation", ATTENTION)

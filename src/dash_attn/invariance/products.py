@@ -80,9 +80,15 @@ class _Product(torch.autograd.Function):
         of_rows, of_weight, of_bias = ctx.needs_input_grad
         grad = as_rows(grad)
         grad_rows = _computed(grad, weight.t(), None) if of_rows else None
-        with SWITCHES.as_before():
-            grad_weight = _mm(grad.t(), rows) if of_weight else None
+        grad_weight = gradient_of_weight(grad, rows) if of_weight else None
         return grad_rows, grad_weight, grad.sum(0) if of_bias else None
+
+
+def gradient_of_weight(grad: Tensor, rows: Tensor) -> Tensor:
+    """A sum over rows."""
+    with SWITCHES.as_before():
+        summed: Tensor = _mm(grad.t(), rows)
+    return summed
 
 
 def _linear_of_rows(original: Any) -> Callable[..., Tensor]:
@@ -98,11 +104,12 @@ def _product_with_matrix(original: Any) -> Callable[..., Tensor]:
     """Rows of any shape with a matrix. All else is PyTorch's: attention, tables of angles."""
 
     @wraps(original)
-    def matmul(input: Tensor, other: Any, **rest: Any) -> Tensor:
+    def matmul(input: Tensor, other: Any, *, out: Tensor | None = None, **rest: Any) -> Tensor:
         if not rest and isinstance(other, Tensor) and other.ndim == 2 and input.ndim >= 2:
-            return product(input, other.t())
-        out: Tensor = original(input, other, **rest)
-        return out
+            rows = product(input, other.t())
+            return rows if out is None else out.copy_(rows)
+        result: Tensor = original(input, other, **rest, **({} if out is None else {"out": out}))
+        return result
 
     return matmul
 
@@ -124,7 +131,7 @@ _MADE = [
     (Change(owner, name, make(getattr(owner, name))), getattr(owner, name))
     for owner, name, make in (
         (functional, "linear", _linear_of_rows),
-        (torch, "addmm", _added_to_bias),
+        *((owner, "addmm", _added_to_bias) for owner in (torch, Tensor)),
         *((owner, name, _product_with_matrix) for owner, name in MATRICES),
     )
 ]

@@ -32,6 +32,7 @@ from .bit_sums import PartSums, in_logical_order, part_sums
 from .format import Entry, Plan
 from .tensors import Leaf, plain_name, strided, tensors_in, unwrapped
 
+View = Callable[[Tensor], Tensor]
 DIGITS = 16  # of the hash that names a plan
 TOLD = ("backend", "schedule", "accumulation", "order_hash", "backward_tiles", "forward_tiles", "kernels")  # what decides bits
 
@@ -128,8 +129,8 @@ class Collector:
 class ModuleHooks:
     """Records into a collector from construction until `remove`."""
 
-    def __init__(self, model: nn.Module, collector: Collector) -> None:
-        self._collector = collector
+    def __init__(self, model: nn.Module, collector: Collector, view: View | None = None) -> None:
+        self._collector, self._view = collector, view or (lambda tensor: tensor)
         self._running: list[Entry] = []  # modules that have begun and not ended, as entries without a tensor
         self._calls: Counter[tuple[str, str]] = Counter()
         self._takers: dict[tuple[int, int], tuple[weakref.ref[Tensor], list[str]]] = {}
@@ -154,7 +155,7 @@ class ModuleHooks:
         self._calls[phase, name] += 1
         arguments = {**{str(place): argument for place, argument in enumerate(args)}, **kwargs}
         inputs = [leaf for path, argument in arguments.items() for leaf in tensors_in(argument, path)]
-        self._add(entry, input=inputs, parameter=_own(module._parameters), buffer=_own(module._buffers))
+        self._add(entry, input=self._viewed(inputs), parameter=_own(module._parameters), buffer=_own(module._buffers))
         for path, tensor in inputs:
             self._watch(entry._replace(phase="backward", role="input", tensor=path), tensor, taker=name)
         self._running.append(entry)
@@ -162,13 +163,16 @@ class ModuleHooks:
     def _ends(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         entry = self._running.pop()
         outputs = list(tensors_in(result))
-        self._add(entry, output=outputs)
+        self._add(entry, output=self._viewed(outputs))
         for path, tensor in outputs:
             self._watch(entry._replace(phase="backward", role="output", tensor=path), tensor)
 
     def _add(self, entry: Entry, **leaves: list[Leaf]) -> None:
         """Leaves by their role; all at once, so that they share a launch."""
         self._collector.add((entry._replace(role=role, tensor=path), tensor) for role, found in leaves.items() for path, tensor in found)
+
+    def _viewed(self, leaves: list[Leaf]) -> list[Leaf]:
+        return [(path, self._view(tensor)) for path, tensor in leaves]
 
     def _watch(self, entry: Entry, tensor: Tensor, taker: str | None = None) -> None:
         """Record the gradient of a tensor when it arrives: once, under the first name the tensor had."""
@@ -179,7 +183,7 @@ class ModuleHooks:
         if known is None or known() is not tensor:
             takers = []
             self._takers[key] = weakref.ref(tensor), takers
-            tensor.register_hook(lambda gradient: self._collector.add([(entry._replace(takers=tuple(takers)), gradient)]))
+            tensor.register_hook(lambda gradient: self._collector.add([(entry._replace(takers=tuple(takers)), self._view(gradient))]))
         if taker is not None:
             takers.append(taker)
 

@@ -18,7 +18,7 @@ from ..errors import LedgerError
 from ..tools.doctor import doctor
 from ..tools.machine import is_distributed, process_environment
 from . import tensors
-from .collecting import AttentionCalls, Collector, ModuleHooks, UnderWay, sees_modules
+from .collecting import AttentionCalls, Collector, ModuleHooks, UnderWay, View, sees_modules
 from .format import END, HEAD, IS_DETAILED, IS_START, LAYOUT, PLAN, STEP, STEP_FIELDS, Entry, LedgerFile, as_json
 
 Steps = Container[int] | bool
@@ -31,6 +31,7 @@ def ledger(
     *,
     detail: Steps = (),
     keep: int = 0,
+    view: View | None = None,
     optimizer_every: int = 100,
     resume_from: int | None = None,
     rank: int | None = None,
@@ -40,6 +41,7 @@ def ledger(
     folder: has one file per rank. Two processes cannot write to one file, and a run is not overwritten.
     detail: steps at which inputs and outputs of every module are recorded too, forward and backward: a range, a set, or True for all.
     keep: how many first elements of every tensor are kept at these steps, so that `diff` can show values.
+    view: what of inputs and outputs of modules is recorded at these steps, as a function of the tensor: one row of many, for example.
     optimizer_every: at which steps the optimizer's state is recorded; also at those of `detail`.
     resume_from: the number of the first step, for a run that continues from a checkpoint. Appends to the ledger in `folder`, if any.
     rank: whose file it is; by default the rank in torch.distributed, or in the environment variable RANK.
@@ -57,7 +59,7 @@ def ledger(
     environment = {**process_environment(), "doctor": {finding.id: finding.found for finding in doctor()}}
     head = {"first_step": resume_from or 0, "rank": number, "world_size": _world_size(rank is not None), "environment": environment}
     file.append((HEAD, as_json(head)))
-    return Ledger(file, detail, keep, optimizer_every, resume_from or 0)
+    return Ledger(file, detail, keep, optimizer_every, resume_from or 0, view)
 
 
 class Ledger:
@@ -66,9 +68,9 @@ class Ledger:
     On a GPU the record of a step is written when the next one is recorded, or at the end, so that nobody waits for the device.
     """
 
-    def __init__(self, file: LedgerFile, detail: Steps, keep: int, optimizer_every: int, first_step: int) -> None:
+    def __init__(self, file: LedgerFile, detail: Steps, keep: int, optimizer_every: int, first_step: int, view: View | None = None) -> None:
         self.next_step = first_step
-        self._file, self._keep, self._optimizer_every = file, keep, optimizer_every
+        self._file, self._keep, self._view, self._optimizer_every = file, keep, view, optimizer_every
         self._detail = range(sys.maxsize if detail else 0) if isinstance(detail, bool) else detail
         self._layouts: dict[tuple[Any, ...], int] = {}
         self._plans_written: set[str] = set()
@@ -156,7 +158,7 @@ class Ledger:
         self._attention.take()
         detailed = self.next_step in self._detail and not self.stopped
         self._collector = Collector(self._keep if detailed else 0)
-        self._hooks = ModuleHooks(model, self._collector) if detailed else None
+        self._hooks = ModuleHooks(model, self._collector, self._view) if detailed else None
         if self.stopped:
             self._attention.stop()
 

@@ -194,7 +194,7 @@ def test_wrong_numbers_of_adds_raise() -> None:
         backward(model, index)
         accumulator.add(model)
     backward(model, 2)
-    with pytest.raises(RuntimeError, match="rank 0 has added its 2 micro-batches; call finish"):
+    with pytest.raises(RuntimeError, match="rank 0 has added 2 of its 2 micro-batches, and cannot add 1 more; call finish"):
         accumulator.add(model)
     with pytest.raises(RuntimeError, match="4 parameters of rank 0 have gradients that were not added"):
         accumulator.finish(model)

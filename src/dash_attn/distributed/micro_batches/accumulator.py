@@ -3,6 +3,9 @@
 Before partial sums are added, all ranks tell what they have. Where they disagree, every rank raises the same error.
 """
 
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 from weakref import ref
 
@@ -53,8 +56,7 @@ class TreeAccumulator:
         """
         parameters = self._parameters(model)
         weight = whole_number("weight", weight, least=0)
-        if self._added == len(self.owned):
-            raise RuntimeError(f"rank {self._peers.rank} has added its {len(self.owned)} micro-batches; call finish before the next step")
+        self._check_room(1)
         if all(p.grad is None for p in parameters.values()):
             raise RuntimeError("no parameter has a gradient: call add once after the backward of each micro-batch")
         self._check_not_delivered(parameters)
@@ -62,6 +64,36 @@ class TreeAccumulator:
             self._stacks.setdefault(name, CarryStack(add)).push(take(parameter))
         self._added += 1
         self._weight += weight
+
+    @contextmanager
+    def taking(self, model: nn.Module, count: int) -> Iterator[Callable[[str, Tensor], None]]:
+        """`add` for `count` micro-batches whose gradients come parameter by parameter: to be called with the name of one and its gradients,
+        in the order of the micro-batches and in the dtype of sums. One that does not come has none. An error in the block ends the step.
+        """
+        parameters, came = self._parameters(model), Counter[str]()
+        self._check_room(count)
+        if given := [name for name, p in parameters.items() if p.grad is not None]:
+            raise RuntimeError(f"{given[0]!r} has a gradient already: call zero_grad(set_to_none=True) before the forward")
+
+        def take(name: str, gradient: Tensor | None) -> None:
+            self._stacks.setdefault(name, CarryStack(add)).push(gradient)
+            came[name] += 1
+
+        try:
+            yield take
+        except BaseException:
+            self.reset()
+            raise
+        for name in parameters:
+            for _ in range(count - came[name]):
+                take(name, None)
+        self._added += count
+        self._weight += count
+
+    def _check_room(self, count: int) -> None:
+        if self._added + count > len(self.owned):
+            done = f"rank {self._peers.rank} has added {self._added} of its {len(self.owned)} micro-batches"
+            raise RuntimeError(f"{done}, and cannot add {count} more; call finish before the next step")
 
     @torch.no_grad()
     def finish(self, model: nn.Module, divide: bool = True) -> None:
