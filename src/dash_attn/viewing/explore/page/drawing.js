@@ -134,39 +134,29 @@ function drawAxes(chart) {
 
 // Many bars: every pixel has the average colour of what its lane did meanwhile, in one pass over the bars in sight.
 
-/** An image of a chart's plot, in pixels of the screen. */
+/** An image of a chart's plot, in pixels of the screen: a row shows one lane or several, and rows of the same lanes are copies. */
 function averagedImage(chart) {
   const { run, palette, view, lanes } = chart;
   const [width, height] = [chart.plot.width, chart.plot.height].map((length) => Math.max(1, Math.round(length * chart.ratio)));
   const image = new ImageData(width, height);
   const pixels = new Uint32Array(image.data.buffer);
-  const sums = new Float32Array(3 * width);
   const rowsPerLane = height / lanes.span;
+  const laneAt = (row) => Math.min(Math.ceil(lanes.to) - 1, Math.floor(lanes.from + (row + 0.001) / rowsPerLane));
   const inside = Math.min(width, Math.max(0, Math.ceil(((run.makespan - view.from) / view.span) * width)));
-  for (const [first, end, rows] of groups(lanes, height, rowsPerLane)) {
-    sums.fill(0);
-    for (let lane = first; lane < end; lane++) addLane(chart, width, lane, sums, 1 / (end - first));
-    const start = rows[0] * width;
-    writeRow(sums, palette.idle, pixels, start, inside);
-    const gap = rowsPerLane >= 4 ? 1 : 0;
-    for (let row = rows[0] + 1; row < rows[1] - gap; row++) pixels.copyWithin(row * width, start, start + width);
+  for (let row = 0; row < height; row++) {
+    const [first, next] = [laneAt(row), laneAt(row + 1)];
+    if (rowsPerLane >= 4 && next > first) continue; // a gap between lanes
+    if (row && first === laneAt(row - 1)) pixels.copyWithin(row * width, (row - 1) * width, row * width);
+    else writeRow(averageOf(chart, width, first, Math.max(first + 1, next)), palette.idle, pixels, row * width, inside);
   }
   return image;
 }
 
-/** [first, end) of lanes that share rows of pixels, and these rows. */
-function* groups({ from, to }, height, rowsPerLane) {
-  if (rowsPerLane >= 1) {
-    for (let lane = Math.floor(from); lane < Math.ceil(to); lane++) {
-      const rows = [lane, lane + 1].map((edge) => Math.min(height, Math.max(0, Math.round((edge - from) * rowsPerLane))));
-      if (rows[1] > rows[0]) yield [lane, lane + 1, rows];
-    }
-    return;
-  }
-  for (let row = 0; row < height; row++) {
-    const lane = Math.floor(from + row / rowsPerLane);
-    yield [lane, Math.min(Math.ceil(to), Math.max(lane + 1, Math.floor(from + (row + 1) / rowsPerLane))), [row, row + 1]];
-  }
+/** By how much the colours of lanes [first, end) differ from that of idle time, on average, pixel by pixel. */
+function averageOf(chart, width, first, end) {
+  const sums = new Float32Array(3 * width);
+  for (let lane = first; lane < end; lane++) addLane(chart, width, lane, sums, 1 / (end - first));
+  return sums;
 }
 
 function addLane(chart, width, lane, sums, weight) {

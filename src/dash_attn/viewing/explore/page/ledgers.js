@@ -68,11 +68,17 @@ class ModuleTree {
 const ROW = 20;
 const TREE_WIDTH = 210;
 const LEAST_PARTS = 9; // pixels of a step from which on its directions are drawn side by side
-const LEDGER_KEYS = "Arrows go from step to step and from module to module, Enter opens or closes a module, plus and minus zoom, f goes to where the runs part.";
+const LEDGER_KEYS = [
+  ["Arrows", "from step to step and from module to module"],
+  ["Enter", "opens or closes a module"],
+  ["+ \u2212 0", "zoom in, out, show all"],
+  ["f", "goes to where the runs part"],
+  ["Mouse", "wheel with Shift zooms; click chooses, opens or closes"],
+];
 
 class LedgerChart extends CanvasChart {
   constructor(tree) {
-    const summary = `${tree.verdict} ${tree.modules.length} modules, ${tree.steps.length} steps. ${LEDGER_KEYS}`;
+    const summary = `${tree.verdict} ${tree.modules.length} modules, ${tree.steps.length} steps.`;
     super(new Stretch(tree.steps.length, 2, () => this.draw()), "chart of modules over steps", summary);
     this.tree = tree;
     this.chosen = this.placeOfFirst() ?? { module: 0, step: 0 };
@@ -246,13 +252,14 @@ function showModule(tree, { module, step }) {
 /** Everything of the page that is about two runs. */
 function showLedgers(answer) {
   const chart = new LedgerChart(new ModuleTree(answer));
-  for (const id of ["tools", "path", "at-moment", "keys"]) byId(id).hidden = true;
+  for (const id of ["tools", "path", "at-moment"]) byId(id).hidden = true;
   byId("title").replaceChildren(element("p", {}, answer.verdict), ...answer.title.map((line) => element("p", {}, line)));
   byId("figures").replaceChildren(listOf(answer.rows));
   byId("figures").classList.add("facts");
   byId("refused").textContent = answer.comparison.notes.map((note) => `Note: ${note}.`).join(" ");
   byId("charts").replaceChildren(chart.figure, ...changesOf(answer.comparison));
-  byId("command").replaceChildren("The same in words: ", element("code", {}, answer.command), element("br"), `In the chart: ${LEDGER_KEYS} Shift and the wheel zoom.`);
+  byId("command").replaceChildren("The same in words: ", element("code", {}, answer.command));
+  showKeys(LEDGER_KEYS);
   state.charts = [chart];
   resized();
   chart.choose(chart.chosen.module, chart.chosen.step);

@@ -115,6 +115,7 @@ function showAnswer(answer) {
   byId("now").textContent = "";
   byId("time").value = "0";
   showDetails(byId("details"), null, null);
+  showKeys(KEYS);
   showPath(state);
   resized();
   state.showAll();

@@ -31,6 +31,10 @@ function linksOf(chart, links, note) {
   return element("ul", {}, ...rows);
 }
 
+function showKeys(keys) {
+  byId("keys").replaceChildren(element("summary", {}, "Keys"), listOf(keys));
+}
+
 /** One sentence for screen readers. */
 function spoken(chart, item) {
   const { run } = chart;

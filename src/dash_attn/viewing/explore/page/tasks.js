@@ -47,20 +47,16 @@ class TaskRun extends Run {
   }
 
   readTimes(tasks) {
-    const count = tasks.q_tile.length;
     this.offsets = offsetsOf(this.chains.tasks);
-    this.chainOf = new Int32Array(count);
+    this.chainOf = new Int32Array(tasks.q_tile.length);
     for (let chain = 0; chain < this.chains.tasks.length; chain++) this.chainOf.fill(chain, this.offsets[chain], this.offsets[chain + 1]);
-    [this.computeStart, this.computeEnd, this.reduceStart, this.reduceEnd, this.lostEnd] = Array.from({ length: 5 }, () => new Float64Array(count));
-    const of = (column, i) => column[column.length === 1 ? 0 : i];
-    for (let i = 0; i < count; i++) {
-      this.computeStart[i] = tasks.compute_start[i];
-      this.computeEnd[i] = tasks.compute_start[i] + of(tasks.compute, i);
-      this.reduceStart[i] = this.computeEnd[i] + tasks.delay[i];
-      this.reduceEnd[i] = this.reduceStart[i] + of(tasks.reduce, i);
-      this.lostEnd[i] = this.computeEnd[i] + tasks.lost[i];
-    }
-    [this.qTile, this.turn, this.head, this.items] = [tasks.q_tile, tasks.turn, tasks.head, count];
+    const later = (times, by) => times.map((time, i) => time + by[by.length === 1 ? 0 : i]);
+    this.computeStart = Float64Array.from(tasks.compute_start);
+    this.computeEnd = later(this.computeStart, tasks.compute);
+    this.reduceStart = later(this.computeEnd, tasks.delay);
+    this.reduceEnd = later(this.reduceStart, tasks.reduce);
+    this.lostEnd = later(this.computeEnd, tasks.lost);
+    [this.qTile, this.turn, this.head, this.items] = [tasks.q_tile, tasks.turn, tasks.head, tasks.q_tile.length];
   }
 
   /** Who adds to a dQ tile before and after each task. */
