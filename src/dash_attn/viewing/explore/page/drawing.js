@@ -21,12 +21,8 @@ function drawChart(chart) {
 
 function isCrisp(chart) {
   if (chart.laneHeight < LEAST_CRISP) return false;
-  let count = 0;
-  for (const lane of chart.lanesInSight()) {
-    const [first, end] = chart.barsInSight(chart.run.bars, lane);
-    count += end - first;
-  }
-  return count <= MOST_CRISP;
+  const inSight = [...chart.lanesInSight()].map((lane) => chart.barsInSight(chart.run.bars, lane));
+  return inSight.reduce((count, [first, end]) => count + end - first, 0) <= MOST_CRISP;
 }
 
 function drawBars(chart) {
@@ -37,9 +33,13 @@ function drawBars(chart) {
   const hatch = hatching(context, theme);
   for (const lane of chart.lanesInSight()) {
     const top = chart.laneTop(lane);
-    const [first, end] = chart.barsInSight(run.bars, lane);
-    for (let bar = first; bar < end; bar++) drawBar(chart, run.bars, bar, [top, tall], run.bars.phase[bar] === STALL ? hatch : palette.css[run.bars.colour[bar]]);
-    if (run.back) drawBack(chart, lane, top + tall);
+    for (const bars of run.back ? [run.bars, run.back] : [run.bars]) {
+      const [first, end] = chart.barsInSight(bars, lane);
+      for (let bar = first; bar < end; bar++) {
+        const place = bars === run.back ? bandOf(chart, bars.item[bar], top + tall) : [top, tall];
+        drawBar(chart, bars, bar, place, bars.phase[bar] === STALL ? hatch : palette.css[bars.colour[bar]]);
+      }
+    }
     if (run.byWorker && chart.laneHeight >= 10) outlineChains(chart, lane);
     if (run.perRank > 1 && lane % run.perRank === 0 && lane) {
       context.fillStyle = theme.muted;
@@ -61,13 +61,6 @@ function drawBar(chart, bars, bar, [top, tall], fill) {
   context.font = `${Math.min(12, Math.round(tall * 0.7))}px system-ui, sans-serif`;
   [context.textAlign, context.textBaseline] = ["center", "middle"];
   context.fillText(label, (left + right) / 2, top + tall / 2 + 0.5);
-}
-
-/** Reduces that go on behind the computes, each in the band of its drain. */
-function drawBack(chart, lane, top) {
-  const { run } = chart;
-  const [first, end] = chart.barsInSight(run.back, lane);
-  for (let bar = first; bar < end; bar++) drawBar(chart, run.back, bar, bandOf(chart, run.back.item[bar], top), chart.palette.css[run.back.colour[bar]]);
 }
 
 /** Top and height of the band in which a task's reduce is drawn. */
