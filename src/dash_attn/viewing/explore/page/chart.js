@@ -9,6 +9,7 @@ const KEYS = [
   ["c C", "forth and back along the critical path"],
   [". ,", "step forth and back in time; space plays"],
   ["Escape", "choose nothing"],
+  ["In the tiles", "arrows: the next tile that is kept; h H: the next head, the one before"],
   ["Mouse", "wheel zooms, with Shift workers; drag moves; click chooses"],
 ];
 const KEYS_HELP = "Arrows move from task to task, plus and minus zoom, c follows the critical path, w goes to what it waited for.";
@@ -129,6 +130,7 @@ class Chart extends CanvasChart {
     if (item === this.hovered) return;
     this.hovered = item;
     drawOverlay(this);
+    this.state.grid.show(this, item ?? this.chosen);
     if (this.state.chosen === null) showDetails(byId("details"), this, item);
   }
 
