@@ -92,7 +92,7 @@ def test_it_says_how_large_a_difference_is(browser: Chromium, tmp_path: Path, ru
     address = browser.run("explore.state.charts[0].choose(0, 3)\nawait new Promise((done) => setTimeout(done, 400))\nlocation.href")
     assert "module=&step=3" in address
     opened(browser, tmp_path, ledgers_answer(runs[0], runs[2]))
-    assert "no values were kept" in details(browser)[3]
+    assert "no such values were kept" in details(browser)[3]
     assert browser.problems == []
 
 

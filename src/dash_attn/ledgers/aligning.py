@@ -68,8 +68,9 @@ def how_far_apart(pair: Pair, a: Step, b: Step) -> tuple[float, float] | None:
         return None
     kept = [step.kept_of(place) for step, place in zip((a, b), pair.places, strict=True)]
     size = min(map(len, kept))
-    one, other = (_values(data[:size], pair.entry.dtype).astype(np.float64) for data in kept)
-    apart, largest = np.abs(one - other).max(initial=0.0), np.abs([one, other]).max(initial=0.0)
+    one, other = (_values(data[:size], pair.entry.dtype).astype(np.complex128) for data in kept)  # of every dtype
+    with np.errstate(invalid="ignore"):  # infinite in both
+        apart, largest = np.abs(one - other).max(initial=0.0), np.abs([one, other]).max(initial=0.0)
     return (float(apart), float(apart / largest)) if apart > 0 and np.isfinite(apart) else None
 
 

@@ -60,7 +60,7 @@ class ModuleTree {
   /** Of elements that were kept. */
   howFar(direction, module, step) {
     const sizes = this.apart.get((direction * this.modules.length + module) * this.steps.length + step);
-    if (!sizes) return "by how much is not known: no values were kept (keep=)";
+    if (!sizes) return "by how much is not known: no such values were kept (keep=)";
     return `by up to ${sizes[0].toPrecision(3)} (${(100 * sizes[1]).toPrecision(2)} % of the largest value)`;
   }
 

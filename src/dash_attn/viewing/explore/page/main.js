@@ -121,18 +121,22 @@ const state = {
   },
 };
 
-function showAnswer(answer, view = null) {
-  const first = !state.charts.length;
-  state.playing = false;
-  byId("play").textContent = "Play";
+/** New charts, on one axis of time. */
+function takeRuns(answer) {
+  if (state.playing) state.play();
   const runs = answer.runs.map((data) => (data.kind === "tasks" ? new TaskRun(data) : new UnitRun(data)));
   Object.assign(state, { chosen: null, moment: null });
   const whole = 1.015 * Math.max(...runs.map((run) => Math.max(run.makespan, run.bound ?? 0)), 1e-9);
   state.view = new Stretch(whole, whole * LEAST_SPAN, state.view.changed);
   state.charts = runs.map((run) => new Chart(run, state));
+  state.meanings = answer.meanings;
+}
+
+function showAnswer(answer, view = null) {
+  const first = !state.charts.length;
+  takeRuns(answer);
   byId("title").replaceChildren(...answer.title.map((line) => element("p", {}, line)));
   byId("refused").textContent = answer.refused.map(([name, why]) => `${name} cannot serve this problem: ${why.split("\n")[0]}`).join(" ");
-  state.meanings = answer.meanings;
   byId("meanings").replaceChildren(listOf(Object.entries(answer.meanings)));
   byId("charts").replaceChildren(...state.charts.map((chart) => chart.figure));
   byId("tiles").replaceChildren(state.grid.figure);
@@ -173,7 +177,8 @@ function resized() {
 const dark = matchMedia("(prefers-color-scheme: dark)");
 let theme = "system";
 
-function applyTheme() {
+function applyTheme(wanted = theme) {
+  theme = wanted;
   document.documentElement.dataset.theme = theme === "system" ? (dark.matches ? "dark" : "light") : theme;
   byId("theme").textContent = `Colours: ${theme}`;
   resized();
@@ -187,11 +192,8 @@ function listen() {
   byId("show-path").addEventListener("click", () => state.togglePath(!state.showPath));
   byId("time").addEventListener("input", () => state.charts.length && state.setMoment((Number(byId("time").value) / 1000) * state.view.whole));
   byId("path").addEventListener("toggle", () => showPath(state));
-  byId("theme").addEventListener("click", () => {
-    theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
-    applyTheme();
-  });
-  dark.addEventListener("change", applyTheme);
+  byId("theme").addEventListener("click", () => applyTheme(THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length]));
+  dark.addEventListener("change", () => applyTheme());
   window.addEventListener("resize", resized);
   window.addEventListener("popstate", () => address.follow(window.explore.form));
 }
