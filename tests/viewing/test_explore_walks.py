@@ -97,7 +97,12 @@ def test_the_chart_comes_first_on_a_phone(sized: Page) -> None:
 
 
 def test_the_first_click_on_show_counts(sized: Page) -> None:
-    """A number of ranks brings a field more; it must not come when the pointer leaves the field for the button."""
+    """A number of ranks brings a field more; it must not come when the pointer leaves the field for the button.
+
+    On a screen that has room for all, because nothing else than the field moves the button there.
+    """
+    width = sized.browser.run("innerWidth")
+    sized.browser.send("Emulation.setDeviceMetricsOverride", width=width, height=3600, deviceScaleFactor=1, mobile=False)
     sized.browser.run("document.getElementById('cluster').open = true\n1")
     click(sized.browser, "[name=ranks]")
     sized.browser.send("Input.insertText", text="2")
