@@ -21,9 +21,9 @@ class Page:
         self.server = PageServer(lambda: served_page(explore.start_of_form(explore.START)), self.answer)
         Thread(target=self.server.serve_forever, daemon=True).start()
 
-    def answer(self, options: Any) -> dict[str, Any]:
+    def answer(self, options: Any, watch: Any) -> dict[str, Any]:
         self.asked += 1
-        return explore.answer(options)
+        return explore.answer(options, watch=watch)
 
     def show(self, options: dict[str, Any]) -> None:
         """As the form would: set its fields, press the button, wait for the charts."""
@@ -31,7 +31,7 @@ class Page:
 
     @property
     def error(self) -> str:
-        return str(self.browser.run('document.getElementById("error").textContent'))
+        return str(self.browser.run("explore.form.said"))
 
     @property
     def details(self) -> str:

@@ -24,11 +24,11 @@ class Model(nn.Module):
         return found
 
 
-def train(folder: Path, steps: int = 4, detail: bool = True, flip: bool = False) -> Path:
+def train(folder: Path, steps: int = 4, detail: bool = True, flip: bool = False, keep: int = 0) -> Path:
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with dash_attn.ledger(folder, detail=detail) as ledger:
+    with dash_attn.ledger(folder, detail=detail, keep=keep) as ledger:
         ledger.watch(model, optimizer)
         for step in range(steps):
             if flip and step == FLIPPED:

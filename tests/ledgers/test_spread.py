@@ -3,14 +3,45 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 import dash_attn
 from dash_attn.errors import LedgerError
+from dash_attn.ledgers.aligning import Pair, how_far_apart
 from dash_attn.ledgers.comparing import DIRECTIONS, Spread, spread
+from dash_attn.ledgers.format import Entry
 from dash_attn.ledgers.reading import read_run
 from flipped_runs import Model, train
+
+
+class Kept(NamedTuple):
+    """As a step has them."""
+
+    data: bytes
+
+    def kept_of(self, place: int) -> bytes:
+        return self.data
+
+
+@pytest.mark.parametrize(
+    ("dtype", "a", "b", "found"),
+    [
+        ("float32", np.float32([1, -4]).tobytes(), np.float32([1.5, -3]).tobytes(), (1.0, 0.25)),
+        ("bfloat16", b"\x80\x3f\x00\x40", b"\x80\x3f\x40\x40", (1.0, 1 / 3)),  # 1 and 2, 1 and 3
+        ("int64", np.int64([7, 2]).tobytes(), np.int64([7, 9]).tobytes(), (7.0, 7 / 9)),
+        ("complex64", np.complex64([3j]).tobytes(), np.complex64([4]).tobytes(), (5.0, 1.25)),
+        ("float32", np.float32([1]).tobytes(), np.float32([1]).tobytes(), None),  # they differ behind what was kept
+        ("float32", np.float32([np.inf, 1]).tobytes(), np.float32([np.inf, 2]).tobytes(), None),
+        ("float32", np.float32([np.nan]).tobytes(), np.float32([2]).tobytes(), None),
+    ],
+)
+def test_how_far_apart_values_are(dtype: str, a: bytes, b: bytes, found: tuple[float, float] | None) -> None:
+    entry = Entry("forward", "m", "output", dtype=dtype, shape=(2,), kept=2)
+    assert how_far_apart(Pair(entry, entry, (0, 0)), Kept(a), Kept(b)) == pytest.approx(found)  # type: ignore[arg-type]
+    assert how_far_apart(Pair(entry._replace(kept=0), entry, (0, 0)), Kept(b""), Kept(b"")) is None  # type: ignore[arg-type]
 
 
 def differs(found: Spread, direction: str, module: str) -> list[bool]:

@@ -7,13 +7,15 @@ import gzip
 import hashlib
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from dash_attn import Causal
-from dash_attn.scheduling import Problem, generate
+from dash_attn.scheduling import GENERATORS, Problem, generate
+from dash_attn.scheduling.generators import IDEAS
 from dash_attn.scheduling.ranks.sharding import Sharding
 from dash_attn.scheduling.ranks.share import share
 from dash_attn.simulation import Machine, simulate
@@ -22,6 +24,7 @@ from dash_attn.viewing.explore import runs
 from dash_attn.viewing.explore.runs import EXACT, encoded, shared_run
 from dash_attn.viewing.explore.server import as_text, saved_page, served_page
 from dash_attn.viewing.task_times import task_table, times_of
+from dash_attn.viewing.words import FIGURES, figures_of, figures_of_ranks
 
 KINDS = {"B": "u1", "H": "<u2", "i": "<i4", "d": "<f8"}
 PLAIN = Machine(compute=3, reduce=1)
@@ -57,7 +60,7 @@ def test_a_simulated_run_keeps_every_tick(machine: Machine) -> None:
     tasks = {name: decoded(text).astype(np.int64) for name, text in sent["tasks"].items()}
     run, table = timeline.execution, task_table(timeline.schedule)
     computed = tasks["compute_start"] + tasks["compute"]
-    assert tasks["compute"].tolist() == [machine.costs.compute]
+    assert set(tasks["compute"].tolist()) == {machine.costs.compute}
     assert tasks["compute_start"].tolist() == run.compute_start.tolist()
     assert (computed + tasks["delay"]).tolist() == run.reduce_start.tolist()
     assert (tasks["q_tile"].tolist(), tasks["turn"].tolist()) == (table.q_tile.tolist(), table.turn.tolist())
@@ -90,7 +93,7 @@ def test_units_of_ranks(execution: str) -> None:
     units = {name: decoded(text) for name, text in sent["units"].items() if isinstance(text, str)}
     assert units["rank"].tolist() == [unit.rank for unit in shared.units]
     assert units["start"] / 1000 == pytest.approx(run.start, abs=0.001)
-    assert [sent["units"]["names"][number] for number in units["name"]] == [shared.describe(unit) for unit in shared.units]
+    assert sent["units"]["does"] == [shared.describe(unit) for unit in shared.units]
     counts, waits = decoded(sent["waits"]["count"]), decoded(sent["waits"]["unit"])
     assert counts.sum() == len(waits)
 
@@ -132,3 +135,14 @@ def test_a_served_page_may_ask_its_server_alone() -> None:
     page = served_page({"options": {}})
     assert "connect-src 'self'" in policy_of(page)
     assert 'data-encoding="form"' in page
+
+
+def test_every_figure_and_schedule_has_a_sentence() -> None:
+    """On the page, and the same on the page of the docs."""
+    shared = share(generate("auto", Problem(Causal(), 1024, 1024, heads=2), 8), Sharding.zigzag(1024, 2), 1)
+    shown = {**figures_of(timeline_of(PLAIN)), **figures_of_ranks(simulate_ranks(shared, Cluster(workers=8)))}
+    assert set(shown) == set(FIGURES)
+    assert set(IDEAS) == {"auto", *GENERATORS}
+    docs = (Path(__file__).parents[2] / "docs" / "explore.md").read_text()
+    missing = [name for name, words in {**FIGURES, **IDEAS}.items() if f"| {words} |" not in docs]
+    assert missing == []

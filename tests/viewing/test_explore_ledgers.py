@@ -77,6 +77,25 @@ return found
     assert browser.problems == []
 
 
+def test_it_says_how_large_a_difference_is(browser: Chromium, tmp_path: Path, runs: tuple[Path, Path, Path]) -> None:
+    """Where values were kept, for a module and for all that contain it. One weight was moved by a half."""
+    a, b = train(tmp_path / "a", keep=16), train(tmp_path / "b", keep=16, flip=True)
+    seen = spread(a, b)
+    step = seen.steps.index(FLIPPED)
+    apart, share = seen.apart[0, seen.modules.index("second.0"), step]
+    assert apart == pytest.approx(0.5)
+    assert 0.3 < share < 1
+    assert seen.apart[0, 0, step] >= (apart, share)
+    assert {step for _, _, step in seen.apart} == set(range(FLIPPED, 4))
+    opened(browser, tmp_path, ledgers_answer(a, b))
+    assert f"by up to 0.500 ({100 * share:.0f} % of the largest value)" in details(browser)[3]
+    address = browser.run("explore.state.charts[0].choose(0, 3)\nawait new Promise((done) => setTimeout(done, 400))\nlocation.href")
+    assert "module=&step=3" in address
+    opened(browser, tmp_path, ledgers_answer(runs[0], runs[2]))
+    assert "no such values were kept" in details(browser)[3]
+    assert browser.problems == []
+
+
 def test_keys_go_through_modules_and_steps(browser: Chromium, tmp_path: Path, runs: tuple[Path, Path, Path]) -> None:
     opened(browser, tmp_path, ledgers_answer(runs[0], runs[2]))
     browser.run("explore.state.charts[0].lower.focus()\n1")

@@ -100,7 +100,7 @@ def test_the_critical_path_is_the_simulators(page: Page, name: str) -> None:
 
 def path_of(browser: Chromium, file: Path, run: dict[str, Any]) -> list[tuple[str, int, str]]:
     """What a page finds where the simulator has no exact path: phases, tasks or units, causes."""
-    file.write_text(saved_page({"title": [], "refused": [], "command": "", "runs": [run]}))
+    file.write_text(saved_page({"title": [], "refused": [], "command": "", "meanings": {}, "runs": [run]}))
     browser.problems.clear()
     browser.open(file.as_uri())
     found = browser.run("explore.state.charts[0].run.path.map((e) => [e.phase ? 'reduce' : 'compute', e.item, e.cause])")

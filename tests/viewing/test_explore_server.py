@@ -34,9 +34,9 @@ class Asked:
         self.server = PageServer(lambda: served_page(explore.start_of_form(explore.START)), self.answer)
         self.port = self.server.port
 
-    def answer(self, options: Any) -> dict[str, Any]:
+    def answer(self, options: Any, watch: Any) -> dict[str, Any]:
         self.options.append(options)
-        return explore.answer(options)
+        return explore.answer(options, watch=watch)
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, str]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
@@ -183,7 +183,7 @@ def test_what_cannot_be_answered_is_said(asked: Asked, body: Any, headers: dict[
 
 
 def test_a_fault_of_ours_is_said(asked: Asked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(asked.server, "answer", lambda options: 1 // 0)
+    monkeypatch.setattr(asked.server, "answer", lambda options, watch: 1 // 0)
     status, text = asked.ask("POST", "/runs", {}, **JSON)
     assert (status, json.loads(text)["error"][:20]) == (500, "a fault in dash-attn")
     assert "ZeroDivisionError" in capsys.readouterr().err

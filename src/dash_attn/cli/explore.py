@@ -3,23 +3,27 @@
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any, NoReturn
 
 from ..errors import ScheduleError
 from ..masks import MASK_FORMS
-from ..scheduling.generators import GENERATORS
+from ..scheduling.generators import GENERATORS, IDEAS
 from ..scheduling.problem import Problem
 from ..scheduling.ranks.sharding import SHARDINGS
 from ..simulation.cluster import EXECUTIONS, MODELS
 from ..simulation.machines import SHIPPED
 from ..viewing.explore.runs import check_size, encoded, recorded, shared_run, simulated
-from ..viewing.explore.server import Answering, PageServer, saved_page, served_page
+from ..viewing.explore.server import Answering, PageServer, Watch, saved_page, served_page
+from ..viewing.words import FIGURES
 from .arguments import add_question, flag_of, read_machine, read_problem, read_schedules
 from .cluster import plan_ranks
 from .files import check_files
 from .plan import plan
+from .table import watched_by
 
 HELP = "look at schedules, or at where two runs part, on a local page"
 TEXT = (
@@ -42,6 +46,7 @@ START = {
     **{"mask": "causal", "q-tiles": "8", "kv-tiles": "8", "heads": "4", "workers": "8"},
     **{"compute": "3", "reduce": "1", "schedule": "ascending,alternating"},
 }
+MEASURING = Lock()  # two measurements at once would measure each other
 Options = Mapping[str, Any]  # names of arguments, without dashes in front, to text; True for a flag
 
 
@@ -70,14 +75,14 @@ def _page_of_schedules(arguments: argparse.Namespace) -> tuple[Callable[[], str]
     """What makes the page, and who answers it."""
     options, machine = options_of(arguments), arguments.machine
     if arguments.save is not None:
-        return lambda: saved_page(answer(options, machine)), answer
+        return lambda: saved_page(answer(options, machine)), lambda asked, watch: answer(asked)
     asked = read_question(options, machine)  # what cannot be read is said by the command, not on the page
     _schedules(asked)
     if not asked.measured:
         read_machine(asked)
     read_problem(asked)
     page = served_page(start_of_form(options, machine))
-    return lambda: page, lambda asked: answer(asked, machine)
+    return lambda: page, lambda asked, watch: answer(asked, machine, watch)
 
 
 def _page_of_ledgers(arguments: argparse.Namespace) -> tuple[Callable[[], str], None]:
@@ -107,7 +112,8 @@ def start_of_form(options: Options, machine: str | None = None) -> dict[str, Any
     """What the form offers and begins with."""
     machines = [*SHIPPED, *([machine] if machine is not None and machine.lower() not in SHIPPED else [])]
     choices = {"schedule": ["auto", *GENERATORS], "machine": machines, "sharding": SHARDINGS, "execution": EXECUTIONS, "model": MODELS}
-    return {"options": dict(options), "choices": choices, "masks": MASK_FORMS}
+    help_of = {flag_of(action.dest)[2:]: action.help for action in _Parser()._actions}
+    return {"options": dict(options), "choices": choices, "masks": MASK_FORMS, "help": help_of, "schedules": IDEAS}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -154,16 +160,32 @@ def read_question(options: Options, machine: str | None = None) -> argparse.Name
     return _Parser().parse_args(words)
 
 
-def answer(options: Options, machine: str | None = None) -> dict[str, Any]:
-    """All that a page shows. Raises ValueError for what cannot be shown."""
+def answer(options: Options, machine: str | None = None, watch: Watch | None = None) -> dict[str, Any]:
+    """All that a page shows. Raises ValueError for what cannot be shown. `watch`: who is told of long work."""
     arguments = read_question(options, machine)
-    if arguments.ranks is None:
-        found = _one_rank(arguments)
-    else:
-        planned = plan_ranks(arguments)
-        found = {"title": planned.title, "refused": [], "runs": [shared_run(run) for run in planned.runs]}
+    with _alone(arguments.measured), watched_by(watch):
+        found = _one_rank(arguments) if arguments.ranks is None else _several_ranks(arguments)
     words = [f"--{name}" if value is True else f"--{name} {shlex.quote(value)}" for name, value in options.items() if value is not False]
-    return {"format": 1, "options": dict(options), "command": " ".join(["dash-attn plan", *words]), **found}
+    named = {name for run in found["runs"] for name in (*dict(run["figures"]), run["schedule"])}
+    meanings = {name: words for name, words in {**FIGURES, **IDEAS}.items() if name in named}
+    return {"format": 1, "options": dict(options), "command": " ".join(["dash-attn plan", *words]), "meanings": meanings, **found}
+
+
+@contextmanager
+def _alone(measures: bool) -> Iterator[None]:
+    """Of all pages at most one measures. The others are told so, and go on."""
+    if measures and not MEASURING.acquire(blocking=False):
+        raise ValueError("another page measures at this moment; ask again when it has ended")
+    try:
+        yield
+    finally:
+        if measures:
+            MEASURING.release()
+
+
+def _several_ranks(arguments: argparse.Namespace) -> dict[str, Any]:
+    planned = plan_ranks(arguments)
+    return {"title": planned.title, "refused": [], "runs": [shared_run(run) for run in planned.runs]}
 
 
 def _schedules(arguments: argparse.Namespace) -> list[str]:
@@ -206,6 +228,7 @@ def ledgers_answer(a: str | Path, b: str | Path) -> dict[str, Any]:
     seen = spread(a, b, None if found.first is None else found.first.rank)
     if len(seen.modules) * len(seen.steps) > MOST_CELLS:
         raise ValueError(f"a page shows at most {MOST_CELLS:,} modules times steps; got {len(seen.modules):,} x {len(seen.steps):,}")
+    steps, cells = len(seen.steps), len(seen.modules) * len(seen.steps)
     return {
         "format": 1,
         "kind": "ledgers",
@@ -220,4 +243,5 @@ def ledgers_answer(a: str | Path, b: str | Path) -> dict[str, Any]:
         "steps": encoded(seen.steps),
         "compared": [encoded(each.ravel()) for each in seen.compared],
         "differing": [encoded(each.ravel()) for each in seen.differing],
+        "apart": [[way * cells + module * steps + step, *sizes] for (way, module, step), sizes in seen.apart.items()],
     }

@@ -2,8 +2,9 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple
 
 from ..scheduling.engine import Progress
@@ -66,9 +67,25 @@ def _print_plain(report: Report) -> None:
         print("  ".join([first.strip().ljust(widths[0]), *others]))
 
 
+_watch: ContextVar[Callable[[str], Progress] | None] = ContextVar("_watch", default=None)
+
+
+@contextmanager
+def watched_by(watch: Callable[[str], Progress] | None) -> Iterator[None]:
+    """What the block does is told to `watch`, in place of a bar."""
+    token = _watch.set(watch)
+    try:
+        yield
+    finally:
+        _watch.reset(token)
+
+
 @contextmanager
 def progress_bar(label: str, tasks: int) -> Iterator[Progress | None]:
     """A callable (done, total) that draws a bar while the block runs; None for short work, without a terminal or without rich."""
+    if (watch := _watch.get()) is not None:
+        yield watch(label)
+        return
     if tasks < LONG_WORK or not sys.stderr.isatty():
         yield None
         return

@@ -47,15 +47,31 @@ def _shown(data: bytes, dtype: str) -> str:
 
 
 def _value(data: bytes, dtype: str) -> Any:
+    return _values(data, dtype)[0].item()
+
+
+def _values(data: bytes, dtype: str) -> NDArray[Any]:
     if dtype == "bfloat16":  # the upper half of a float32
-        data, dtype = bytes(2) + data, "float32"
+        return (np.frombuffer(data, dtype="<u2").astype(np.uint32) << 16).view(np.float32)
     if dtype in np.sctypeDict:
-        return np.frombuffer(data, dtype=dtype)[0].item()
+        return np.frombuffer(data, dtype=dtype)
     import torch
 
     if not hasattr(torch, dtype):
         raise ValueError(f"this version of PyTorch has no dtype {dtype!r}")
-    return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))[0].item()
+    return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).float().numpy()
+
+
+def how_far_apart(pair: Pair, a: Step, b: Step) -> tuple[float, float] | None:
+    """The largest difference of elements that both runs kept, and that as a share of the largest of them. None: there is no such number."""
+    if not (pair.is_comparable and pair.entry.kept):
+        return None
+    kept = [step.kept_of(place) for step, place in zip((a, b), pair.places, strict=True)]
+    size = min(map(len, kept))
+    one, other = (_values(data[:size], pair.entry.dtype).astype(np.complex128) for data in kept)  # of every dtype
+    with np.errstate(invalid="ignore"):  # infinite in both
+        apart, largest = np.abs(one - other).max(initial=0.0), np.abs([one, other]).max(initial=0.0)
+    return (float(apart), float(apart / largest)) if apart > 0 and np.isfinite(apart) else None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import LedgerError
-from .aligning import Alignment, Bools, Pair, aligner
+from .aligning import Alignment, Bools, Pair, aligner, how_far_apart
 from .format import PHASES
 from .reading import RankLedger, RankPair, Runs, Step, read_runs
 from .remarks import Change, Culprit, attention_changes, by_ranks, culprit, environment_changes, lacks, notes_on, numbers, span
@@ -234,6 +234,7 @@ def _notes_of_settings(first: FirstDifference, aligned: Alignment) -> Iterator[s
 DIRECTIONS = ("forward", "backward", "update")
 DIRECTION_OF = {"batch": 0, "forward": 0, "loss": 0, "recompute": 1, "backward": 1, "gradient": 1, "weight": 2, "optimizer": 2}
 Counts = NDArray[np.int64]
+Sizes = dict[tuple[int, int, int], tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -243,6 +244,7 @@ class Spread:
     Modules are in the order in which they ran, each behind those that contain it, and contain what is inside of them.
 
     compared, differing: [direction, module, step]. 0 compared: nothing was recorded there. Random number generators are left out.
+    apart: of some of these, how far elements that were kept are apart at most, and that as a share of the largest beside it.
     """
 
     rank: int
@@ -250,6 +252,7 @@ class Spread:
     steps: tuple[int, ...]
     compared: Counts
     differing: Counts
+    apart: Sizes
 
 
 def spread(path_a: str | Path, path_b: str | Path, rank: int | None = None) -> Spread:
@@ -262,14 +265,22 @@ def spread(path_a: str | Path, path_b: str | Path, rank: int | None = None) -> S
     modules = _modules_of(a, b)
     shape = len(DIRECTIONS), len(modules), len(steps)
     compared, differing = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-    places_in = lru_cache(maxsize=1)(partial(_places, {module: place for place, module in enumerate(modules)}))
+    number_of = {module: place for place, module in enumerate(modules)}
+    places_in, apart = lru_cache(maxsize=1)(partial(_places, number_of)), Sizes()
     for place, step in enumerate(steps):
         aligned = align(a.steps[step], b.steps[step])
         where, size = places_in(aligned), len(DIRECTIONS) * len(modules)
         differs = ~aligned.same(a.steps[step], b.steps[step])
         compared[:, :, place] = np.bincount(where[where >= 0], minlength=size).reshape(shape[:2])
         differing[:, :, place] = np.bincount(where[(where >= 0) & differs], minlength=size).reshape(shape[:2])
-    return Spread(ranks.rank, modules, tuple(steps), _rolled_up(compared, modules), _rolled_up(differing, modules))
+        for number in np.flatnonzero((where >= 0) & differs):
+            pair, way = aligned.pairs[number], int(where[number]) // len(modules)
+            if (found := how_far_apart(pair, a.steps[step], b.steps[step])) is None:
+                continue
+            for module in ("", *_lineage(pair.entry.module)):
+                cell = way, number_of[module], place
+                apart[cell] = max(apart.get(cell, found), found)
+    return Spread(ranks.rank, modules, tuple(steps), _rolled_up(compared, modules), _rolled_up(differing, modules), apart)
 
 
 def _places(number_of: dict[str, int], aligned: Alignment) -> Counts:

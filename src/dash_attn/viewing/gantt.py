@@ -204,12 +204,9 @@ def _row(start: Floats, end: Floats, rgb: Image, edges: Floats) -> Image:
     from matplotlib.colors import to_rgb
 
     idle = np.array(to_rgb(IDLE))
-    times = np.stack([start, end], axis=1).ravel()
-    areas = np.cumsum((end - start)[:, None] * (rgb - idle), axis=0)
-    before = np.concatenate([np.zeros((1, 3)), areas[:-1]]) if len(areas) else areas
-    integral = np.stack([before, areas], axis=1).reshape(-1, 3)
-    if not len(times):
-        return np.broadcast_to(idle, (len(edges) - 1, 3)).copy()
+    times = np.append(0.0, np.stack([start, end], axis=1))
+    ends = np.concatenate([np.zeros((1, 3)), np.cumsum((end - start)[:, None] * (rgb - idle), axis=0)])
+    integral = np.repeat(ends, 2, axis=0)[: len(times)]
     at_edges = np.stack([np.interp(edges, times, integral[:, channel]) for channel in range(3)], axis=1)
     averages: Image = idle + np.diff(at_edges, axis=0) / np.diff(edges)[:, None]
     return averages

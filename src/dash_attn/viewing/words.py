@@ -23,6 +23,8 @@ def complaint(error: Exception) -> str:
         return "this problem does not fit in memory; use fewer or larger tiles"
     if isinstance(error, OverflowError):
         return "a number is too large for an exact simulation; choose a larger unit of time"
+    if isinstance(error, ModuleNotFoundError):
+        return f"this needs {error.name}, which is not installed here"
     return str(error)
 
 
@@ -67,6 +69,28 @@ def bytes_in_words(size: int) -> str:
 def label_of(asked: str, name: str) -> str:
     """A schedule, as it was asked for."""
     return f"auto: {name}" if asked == "auto" else name
+
+
+# A sentence for every figure of a table, for the page and docs/explore.md.
+FIGURES = {
+    "makespan": "When the last task has ended.",
+    "lower bound": "No schedule of this problem on this machine ends before.",
+    "gap": "How much later than the lower bound the run ends, in percent of the bound.",
+    "utilised": "The share of all workers' time in which they compute or reduce.",
+    "stalled": "The share of all workers' time in which they have a task but must wait; the next three say for what.",
+    "for turns": "Stalled because an earlier contribution to the same dQ tile was not added yet.",
+    "for buffers": "Stalled because reduces that go on behind the computes still hold every buffer.",
+    "for last reduces": "Stalled at the end of a chain until the reduces behind it have ended.",
+    "slack": "The least number of steps between two turns that follow each other on a dQ tile, if nobody waited; below 1 somebody must.",
+    "gang": "Chains that wait for each other in a circle, so that as many workers must run them together; 1 means none do.",
+    "one rank": "How long a single rank would take for the whole sequence.",
+    "efficiency": "The time of one rank, shared out, over the makespan: 1 would be perfect.",
+    "hops": "How often states of chains go from rank to rank.",
+    "sent forward": "Keys and values that a rank sends before it can begin.",
+    "sent backward": "States, and sums of dK and dV, that a rank sends.",
+    "states waiting": "The most states that a rank has in memory at once, between two legs of their walks.",
+    "model": "Tiles: every task was simulated. Chunks: units were, as blocks of work.",
+}
 
 
 def figures_of(run: Timeline) -> dict[str, str]:

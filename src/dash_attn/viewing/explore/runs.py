@@ -76,6 +76,7 @@ def _tasks(schedule: Schedule, spans: TaskTimes, ticks: int, chains: tuple[Ticks
     columns = {"tasks": np.diff(spans.offsets), "worker": spans.worker, "sequence": sequence, "kv_tile": kv_tile}
     return {
         "kind": "tasks",
+        "schedule": schedule.name,
         "source": spans.source,
         "unit": spans.time_label,
         "ticks": ticks,
@@ -83,6 +84,8 @@ def _tasks(schedule: Schedule, spans: TaskTimes, ticks: int, chains: tuple[Ticks
         "lanes": spans.lanes,
         "drains": spans.drains,
         "q_tiles": schedule.problem.q_tiles,
+        "kv_tiles": schedule.problem.kv_tiles,
+        "partial": encoded(np.flatnonzero(schedule.problem.partial)),
         "heads": schedule.problem.heads * schedule.problem.group,
         "chains": _columns(**columns, start=chains[0], end=chains[1]),
         "tasks": _task_columns(schedule, spans, ticks),
@@ -100,9 +103,9 @@ def _task_columns(schedule: Schedule, spans: TaskTimes, ticks: int) -> Answer:
         turn=table.turn,
         head=table.head,
         compute_start=compute_start,
-        compute=_one_or_all(compute_end - compute_start),
+        compute=compute_end - compute_start,
         delay=reduce_start - compute_end,  # until the reduce starts
-        reduce=_one_or_all(reduce_end - reduce_start),
+        reduce=reduce_end - reduce_start,
         lost=np.maximum(lost_until - compute_end, 0),  # what the worker waits after the compute
     )
 
@@ -116,6 +119,7 @@ def shared_run(run: RankTimeline) -> Answer:
     waits = [[other for other in waits if other != unit.before] for unit, waits in zip(shared.units, shared.waits, strict=True)]
     return {
         "kind": "units",
+        "schedule": shared.schedule.name,
         "name": f"{shared.schedule.name}, {run.execution}",
         "source": "simulated",
         "unit": MICROSECONDS,
@@ -130,15 +134,14 @@ def shared_run(run: RankTimeline) -> Answer:
 
 
 def _units(run: RankTimeline) -> Answer:
-    """Texts that many units share are sent once, and units have their numbers."""
+    """`heads` tells texts of `heads_of` apart."""
     shared, units = run.shared, run.shared.units
     times = {name: _ticks(getattr(run, name)) for name in ("start", "end", "arrival")}
     lasting = [[unit for unit in there if times["end"][unit.number] > times["start"][unit.number]] for there in shared.by_rank]
     lanes = lanes_of(lasting, times["start"], times["end"])
-    names, heads = [shared.describe(unit) for unit in units], [_heads(shared, unit) for unit in units]
-    texts = {"names": list(dict.fromkeys(names)), "heads_of": list(dict.fromkeys(heads))}
-    number = {name: {text: place for place, text in enumerate(all_of)} for name, all_of in texts.items()}
-    return texts | _columns(
+    heads = [_heads(shared, unit) for unit in units]
+    number = {text: place for place, text in enumerate(dict.fromkeys(heads))}
+    return {"does": [shared.describe(unit) for unit in units], "heads_of": heads} | _columns(
         rank=[unit.rank for unit in units],
         lane=[lanes.get(unit.number, 0) for unit in units],
         kind=[unit.kind for unit in units],
@@ -147,8 +150,7 @@ def _units(run: RankTimeline) -> Answer:
         tasks=[shared.tasks_of(unit) for unit in units],
         before=[NONE if unit.before is None else unit.before for unit in units],
         after=[NONE if unit.after is None else unit.after for unit in units],
-        name=[number["names"][text] for text in names],
-        heads=[number["heads_of"][text] for text in heads],
+        heads=[number[text] for text in heads],
         **times,
     )
 
@@ -179,11 +181,6 @@ def encoded(values: NDArray[Any] | Sequence[int]) -> str:
 
 def _columns(**columns: Ticks | Sequence[int]) -> Answer:
     return {name: encoded(column) for name, column in columns.items()}
-
-
-def _one_or_all(durations: Ticks) -> Ticks:
-    """One number, where all are equal."""
-    return durations[:1] if len(durations) and (durations == durations[0]).all() else durations
 
 
 def _ticks(times: NDArray[np.float64], ticks: int = NANOSECONDS) -> Ticks:

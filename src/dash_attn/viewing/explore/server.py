@@ -13,19 +13,22 @@ from functools import cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Lock
+from time import monotonic
 from typing import Any, TypeVar
 
+from ...scheduling.engine import Progress
 from ..words import complaint
 
 FOLDER = Path(__file__).parent / "page"
 # In the order in which they use each other.
-SCRIPTS = ("data", "colours", "canvas", "bars", "tasks", "units", "drawing", "overlay", "chart", "panels", "form", "ledgers", "main")
+DRAWING = ("data", "colours", "canvas", "bars", "tasks", "units", "drawing", "overlay", "chart", "grid")
+SCRIPTS = (*DRAWING, "panels", "address", "form", "ledgers", "main")
 MOST_PLAIN = 2**18  # characters of data; more are compressed, which makes the bytes depend on the version of zlib
 ADDRESS = "127.0.0.1"
 NAMES = (ADDRESS, "localhost")
 MOST_BYTES = 2**16  # of a question
 SECONDS = 30  # that somebody may take to ask it
+SOON, OFTEN = 0.4, 0.2  # seconds until it is first said how far the work has come, and then again
 JSON, HTML = "application/json", "text/html; charset=utf-8"
 OWN = ("same-origin", "none")  # Sec-Fetch-Site: from this page, or typed by a person
 HEADERS = {
@@ -37,7 +40,8 @@ HEADERS = {
 }
 Options = Mapping[str, Any]
 Made = TypeVar("Made")
-Answering = Callable[[Options], dict[str, Any]]
+Watch = Callable[[str], Progress]  # from what is done to who is told how far it has come
+Answering = Callable[[Options, Watch], dict[str, Any]]
 
 
 def as_text(answer: dict[str, Any]) -> str:
@@ -99,7 +103,6 @@ class PageServer(ThreadingHTTPServer):
     def __init__(self, make_page: Callable[[], str], answer: Answering | None = None, port: int = 0) -> None:
         super().__init__((ADDRESS, port), _Handler)
         self.make_page, self.answer = make_page, answer
-        self.one_at_a_time = Lock()  # a simulation takes a whole core, a measurement the whole machine
 
     @property
     def port(self) -> int:
@@ -127,6 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply(self._post)
 
     def _reply(self, make: Callable[[], tuple[str, str]]) -> None:
+        self.in_lines, self.next_line = False, monotonic() + SOON
         try:
             self._check_asker()
             kind, text = make()
@@ -159,8 +163,21 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path not in ("/runs", "/page") or self.server.answer is None:
             raise Refused(HTTPStatus.NOT_FOUND, "ask /runs for data or /page for a file")
         make, options = self.server.answer, self._options()
-        answer = self._made(lambda: make(options))
-        return (JSON, as_text(answer)) if self.path == "/runs" else (HTML, saved_page(answer))
+        answer = self._made(lambda: make(options, self._watch))
+        return JSON, as_text(answer if self.path == "/runs" else {"page": saved_page(answer)})
+
+    def _watch(self, label: str) -> Progress:
+        """Who has left cannot be told, which ends the work."""
+
+        def tell(done: int, total: int) -> None:
+            if monotonic() < self.next_line:
+                return
+            if not self.in_lines:
+                self._begin(HTTPStatus.OK, {"Content-Type": JSON, "Connection": "close"})
+            self.in_lines, self.next_line = True, monotonic() + OFTEN
+            self.wfile.write(as_text({"doing": label, "share": done / max(total, 1)}).encode() + b"\n")
+
+        return tell
 
     def _options(self) -> Options:
         if self.headers.get_content_type() != JSON:  # a form of another page cannot send this type
@@ -180,21 +197,24 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _made(self, make: Callable[[], Made]) -> Made:
         try:
-            with self.server.one_at_a_time:
-                return make()
-        except (MemoryError, OverflowError, ValueError, NotImplementedError, RuntimeError) as error:
+            return make()
+        except (MemoryError, OverflowError, ValueError, NotImplementedError, RuntimeError, ModuleNotFoundError) as error:
             raise Refused(HTTPStatus.BAD_REQUEST, complaint(error)) from None
 
     def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
-        body = text.encode()
+        """As a whole; or as the last line, where others have been sent."""
+        body, headers = text.encode(), {"Content-Type": kind}
+        if not self.in_lines:
+            if "gzip" in self.headers.get("Accept-Encoding", ""):
+                body, headers["Content-Encoding"] = gzip.compress(body, compresslevel=1), "gzip"
+            self._begin(status, {**headers, "Content-Length": str(len(body))})
+        self.wfile.write(body)
+
+    def _begin(self, status: HTTPStatus, headers: Mapping[str, str]) -> None:
         self.send_response(status)
-        if "gzip" in self.headers.get("Accept-Encoding", ""):
-            body = gzip.compress(body, compresslevel=1)
-            self.send_header("Content-Encoding", "gzip")
-        for name, value in {**HEADERS, "Content-Type": kind, "Content-Length": str(len(body))}.items():
+        for name, value in {**HEADERS, **headers}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nobody reads it."""

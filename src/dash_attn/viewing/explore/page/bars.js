@@ -5,30 +5,23 @@ const [COMPUTE, REDUCE, ADD, STALL, STARTUP] = [0, 1, 2, 3, 4];
 
 class Bars {
   constructor(most, lanes, atOnce = 1) {
-    this.start = new Float64Array(most);
-    this.end = new Float64Array(most);
-    this.item = new Int32Array(most);
-    this.phase = new Uint8Array(most);
-    this.colour = new Uint16Array(most);
+    [this.start, this.end] = [new Float64Array(most), new Float64Array(most)];
+    [this.item, this.phase, this.colour] = [new Int32Array(most), new Uint8Array(most), new Uint16Array(most)];
+    this.columns = [this.start, this.end, this.item, this.phase, this.colour];
     this.first = new Int32Array(lanes + 1); // of each lane
     this.count = 0;
     this.atOnce = atOnce; // of one lane
   }
 
-  add(start, end, item, phase, colour) {
+  /** `bar`: start, end, item, phase, colour. */
+  add(...bar) {
+    const [start, end] = bar;
     if (!(end > start)) return;
     // Reduces behind computes may pass each other by a few places.
-    let at = this.count++;
-    this.first[this.lane + 1] = this.count;
-    while (at > this.first[this.lane] && this.start[at - 1] > start) {
-      for (const column of [this.start, this.end, this.item, this.phase, this.colour]) column[at] = column[at - 1];
-      at--;
-    }
-    this.start[at] = start;
-    this.end[at] = end;
-    this.item[at] = item;
-    this.phase[at] = phase;
-    this.colour[at] = colour;
+    let at = this.count;
+    while (at > this.first[this.lane] && this.start[at - 1] > start) at--;
+    for (let place = 0; place < bar.length; place++) this.columns[place].copyWithin(at + 1, at, this.count)[at] = bar[place];
+    this.first[this.lane + 1] = ++this.count;
   }
 
   beginLane(lane) {

@@ -123,16 +123,12 @@ function niceStep(least) {
   return [1, 2, 5, 10].map((factor) => factor * power).find((step) => step >= least * 0.999);
 }
 
-function showLegend(entries) {
-  byId("legend").replaceChildren(...entries.map(([text, colours]) => element("li", {}, ...(colours ? [swatch(colours)] : []), text)));
+function fillLegend(list, entries) {
+  list.replaceChildren(...entries.map(([text, colours]) => element("li", {}, ...(colours ? [swatch(colours)] : []), text)));
 }
 
 function swatch(colours) {
-  const canvas = element("canvas", { width: "26", height: "12", "aria-hidden": "true" });
-  const brush = canvas.getContext("2d");
-  for (let x = 0; x < 26; x++) {
-    brush.fillStyle = colours[Math.floor((x / 26) * colours.length)];
-    brush.fillRect(x, 0, 1, 12);
-  }
-  return canvas;
+  const made = element("span", { class: "swatch", "aria-hidden": "true" });
+  made.style.background = `linear-gradient(to right, ${colours.flatMap((colour) => [colour, colour])})`;
+  return made;
 }

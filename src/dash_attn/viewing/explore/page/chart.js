@@ -1,6 +1,17 @@
 // A chart of a run: two canvases, pointer and keyboard. What charts share is in `state` (main.js).
 
 const MOST_HEIGHT = 400;
+const KEYS = [
+  ["Arrows", "the task before or after, the worker above or below"],
+  ["+ \u2212 0", "zoom in, out, show all"],
+  ["v V", "show fewer or more workers"],
+  ["w n", "go to what it waited for, to who waits for it"],
+  ["c C", "forth and back along the critical path"],
+  [". ,", "step forth and back in time; space plays"],
+  ["Escape", "choose nothing"],
+  ["In the tiles", "arrows: the next tile that is kept; h H: the next head, the one before"],
+  ["Mouse", "wheel zooms, with Shift workers; drag moves; click chooses"],
+];
 const KEYS_HELP = "Arrows move from task to task, plus and minus zoom, c follows the critical path, w goes to what it waited for.";
 
 class Chart extends CanvasChart {
@@ -13,8 +24,7 @@ class Chart extends CanvasChart {
     this.upper = element("canvas", { "aria-hidden": "true" });
     this.over = this.upper.getContext("2d");
     this.stack.append(this.upper);
-    const notes = [...words.slice(0, 5), run.unit === "microseconds" ? "time in microseconds" : run.unit].join(" · ");
-    this.figure = element("figure", {}, element("figcaption", {}, element("b", {}, run.name), element("span", {}, notes)), this.stack);
+    this.figure = element("figure", {}, element("figcaption", {}, element("b", {}, run.name), element("span", {}, `in ${run.unit}`)), this.stack);
     this.listen({
       pointermove: (event) => this.moved(event),
       pointerleave: () => this.hover(null),
@@ -120,6 +130,7 @@ class Chart extends CanvasChart {
     if (item === this.hovered) return;
     this.hovered = item;
     drawOverlay(this);
+    this.state.grid.show(this, item ?? this.chosen);
     if (this.state.chosen === null) showDetails(byId("details"), this, item);
   }
 

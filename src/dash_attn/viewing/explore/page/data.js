@@ -43,13 +43,24 @@ async function embeddedData() {
   return ["plain", JSON.parse(await new Response(stream).text())];
 }
 
-async function asked(path, options) {
-  const request = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(options) };
-  const reply = await fetch(path, request).catch(() => {
+/** The answer to a question: the last line. Those before it, of long work, say how far it has come. */
+async function asked(path, options, signal, told) {
+  const parts = [];
+  try {
+    const reply = await fetch(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(options), signal });
+    const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+    for (let { value, done } = await reader.read(); !done; { value, done } = await reader.read()) {
+      for (const [place, text] of value.split("\n").entries()) {
+        if (place) told(JSON.parse(parts.splice(0).join("")));
+        parts.push(text);
+      }
+    }
+  } catch {
     throw new Error("Nobody answers. Is `dash-attn explore` still running?");
-  });
-  if (!reply.ok) throw new Error((await reply.json()).error);
-  return reply;
+  }
+  const answer = JSON.parse(parts.join(""));
+  if (answer.error) throw new Error(answer.error);
+  return answer;
 }
 
 /** 128 for 128.0, 46.8 for 46.8. */
@@ -71,10 +82,10 @@ function listOf(rows) {
   return element("dl", {}, ...rows.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
 }
 
-/** Cells are texts, elements or lists of these. Without `attributes` the first cell of a row names it. */
-function tableOf(names, rows, attributes = null) {
-  const cellOf = (cell, place) => (place || attributes ? element("td", {}, ...[cell].flat()) : element("th", { scope: "row" }, cell));
-  const head = element("tr", {}, ...names.map((name) => element("th", { scope: "col" }, name)));
+/** Cells are texts, elements or lists of these. Without `attributes` the first cell of a row names it. `meanings`: of names, for those who point at one. */
+function tableOf(names, rows, attributes = null, meanings = {}) {
+  const cellOf = (cell, place) => (place || attributes ? element("td", {}, ...[cell].flat()) : element("th", { scope: "row", title: meanings[cell] ?? "" }, cell));
+  const head = element("tr", {}, ...names.map((name) => element("th", { scope: "col", title: meanings[name] ?? "" }, name)));
   const body = rows.map((row) => element("tr", {}, ...row.map(cellOf)));
   return element("table", attributes ?? {}, element("thead", {}, head), element("tbody", {}, ...body));
 }

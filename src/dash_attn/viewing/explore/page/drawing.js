@@ -21,12 +21,8 @@ function drawChart(chart) {
 
 function isCrisp(chart) {
   if (chart.laneHeight < LEAST_CRISP) return false;
-  let count = 0;
-  for (const lane of chart.lanesInSight()) {
-    const [first, end] = chart.barsInSight(chart.run.bars, lane);
-    count += end - first;
-  }
-  return count <= MOST_CRISP;
+  const inSight = [...chart.lanesInSight()].map((lane) => chart.barsInSight(chart.run.bars, lane));
+  return inSight.reduce((count, [first, end]) => count + end - first, 0) <= MOST_CRISP;
 }
 
 function drawBars(chart) {
@@ -37,9 +33,13 @@ function drawBars(chart) {
   const hatch = hatching(context, theme);
   for (const lane of chart.lanesInSight()) {
     const top = chart.laneTop(lane);
-    const [first, end] = chart.barsInSight(run.bars, lane);
-    for (let bar = first; bar < end; bar++) drawBar(chart, run.bars, bar, [top, tall], run.bars.phase[bar] === STALL ? hatch : palette.css[run.bars.colour[bar]]);
-    if (run.back) drawBack(chart, lane, top + tall);
+    for (const bars of run.back ? [run.bars, run.back] : [run.bars]) {
+      const [first, end] = chart.barsInSight(bars, lane);
+      for (let bar = first; bar < end; bar++) {
+        const place = bars === run.back ? bandOf(chart, bars.item[bar], top + tall) : [top, tall];
+        drawBar(chart, bars, bar, place, bars.phase[bar] === STALL ? hatch : palette.css[bars.colour[bar]]);
+      }
+    }
     if (run.byWorker && chart.laneHeight >= 10) outlineChains(chart, lane);
     if (run.perRank > 1 && lane % run.perRank === 0 && lane) {
       context.fillStyle = theme.muted;
@@ -61,13 +61,6 @@ function drawBar(chart, bars, bar, [top, tall], fill) {
   context.font = `${Math.min(12, Math.round(tall * 0.7))}px system-ui, sans-serif`;
   [context.textAlign, context.textBaseline] = ["center", "middle"];
   context.fillText(label, (left + right) / 2, top + tall / 2 + 0.5);
-}
-
-/** Reduces that go on behind the computes, each in the band of its drain. */
-function drawBack(chart, lane, top) {
-  const { run } = chart;
-  const [first, end] = chart.barsInSight(run.back, lane);
-  for (let bar = first; bar < end; bar++) drawBar(chart, run.back, bar, bandOf(chart, run.back.item[bar], top), chart.palette.css[run.back.colour[bar]]);
 }
 
 /** Top and height of the band in which a task's reduce is drawn. */
@@ -134,39 +127,29 @@ function drawAxes(chart) {
 
 // Many bars: every pixel has the average colour of what its lane did meanwhile, in one pass over the bars in sight.
 
-/** An image of a chart's plot, in pixels of the screen. */
+/** An image of a chart's plot, in pixels of the screen: a row shows one lane or several, and rows of the same lanes are copies. */
 function averagedImage(chart) {
   const { run, palette, view, lanes } = chart;
   const [width, height] = [chart.plot.width, chart.plot.height].map((length) => Math.max(1, Math.round(length * chart.ratio)));
   const image = new ImageData(width, height);
   const pixels = new Uint32Array(image.data.buffer);
-  const sums = new Float32Array(3 * width);
   const rowsPerLane = height / lanes.span;
+  const laneAt = (row) => Math.min(Math.ceil(lanes.to) - 1, Math.floor(lanes.from + (row + 0.001) / rowsPerLane));
   const inside = Math.min(width, Math.max(0, Math.ceil(((run.makespan - view.from) / view.span) * width)));
-  for (const [first, end, rows] of groups(lanes, height, rowsPerLane)) {
-    sums.fill(0);
-    for (let lane = first; lane < end; lane++) addLane(chart, width, lane, sums, 1 / (end - first));
-    const start = rows[0] * width;
-    writeRow(sums, palette.idle, pixels, start, inside);
-    const gap = rowsPerLane >= 4 ? 1 : 0;
-    for (let row = rows[0] + 1; row < rows[1] - gap; row++) pixels.copyWithin(row * width, start, start + width);
+  for (let row = 0; row < height; row++) {
+    const [first, next] = [laneAt(row), laneAt(row + 1)];
+    if (rowsPerLane >= 4 && next > first) continue; // a gap between lanes
+    if (row && first === laneAt(row - 1)) pixels.copyWithin(row * width, (row - 1) * width, row * width);
+    else writeRow(averageOf(chart, width, first, Math.max(first + 1, next)), palette.idle, pixels, row * width, inside);
   }
   return image;
 }
 
-/** [first, end) of lanes that share rows of pixels, and these rows. */
-function* groups({ from, to }, height, rowsPerLane) {
-  if (rowsPerLane >= 1) {
-    for (let lane = Math.floor(from); lane < Math.ceil(to); lane++) {
-      const rows = [lane, lane + 1].map((edge) => Math.min(height, Math.max(0, Math.round((edge - from) * rowsPerLane))));
-      if (rows[1] > rows[0]) yield [lane, lane + 1, rows];
-    }
-    return;
-  }
-  for (let row = 0; row < height; row++) {
-    const lane = Math.floor(from + row / rowsPerLane);
-    yield [lane, Math.min(Math.ceil(to), Math.max(lane + 1, Math.floor(from + (row + 1) / rowsPerLane))), [row, row + 1]];
-  }
+/** By how much the colours of lanes [first, end) differ from that of idle time, on average, pixel by pixel. */
+function averageOf(chart, width, first, end) {
+  const sums = new Float32Array(3 * width);
+  for (let lane = first; lane < end; lane++) addLane(chart, width, lane, sums, 1 / (end - first));
+  return sums;
 }
 
 function addLane(chart, width, lane, sums, weight) {

@@ -7,6 +7,7 @@ class ModuleTree {
     Object.assign(this, answer);
     this.steps = decoded(answer.steps);
     [this.compared, this.differing] = [answer.compared.map(decoded), answer.differing.map(decoded)];
+    this.apart = new Map(answer.apart.map(([cell, ...sizes]) => [cell, sizes]));
     this.number = new Map(this.modules.map((module, place) => [module, place]));
     this.parent = this.modules.map((module) => (module ? this.number.get(module.split(".").slice(0, -1).join(".")) : -1));
     this.depth = this.parent.map(() => 0);
@@ -56,10 +57,17 @@ class ModuleTree {
     return [compared, differing];
   }
 
+  /** Of elements that were kept. */
+  howFar(direction, module, step) {
+    const sizes = this.apart.get((direction * this.modules.length + module) * this.steps.length + step);
+    if (!sizes) return "by how much is not known: no such values were kept (keep=)";
+    return `by up to ${sizes[0].toPrecision(3)} (${(100 * sizes[1]).toPrecision(2)} % of the largest value)`;
+  }
+
   words(module, step) {
     return this.directions.map((direction, place) => {
       const [compared, differing] = this.counts(module, step, step + 1, [place]);
-      const found = differing ? `${plain(differing)} of ${plain(compared)} tensors differ` : `all ${plain(compared)} tensors agree`;
+      const found = differing ? `${plain(differing)} of ${plain(compared)} tensors differ, ${this.howFar(place, module, step)}` : `all ${plain(compared)} tensors agree`;
       return [direction, compared ? found : "not recorded"];
     });
   }
@@ -68,11 +76,17 @@ class ModuleTree {
 const ROW = 20;
 const TREE_WIDTH = 210;
 const LEAST_PARTS = 9; // pixels of a step from which on its directions are drawn side by side
-const LEDGER_KEYS = "Arrows go from step to step and from module to module, Enter opens or closes a module, plus and minus zoom, f goes to where the runs part.";
+const LEDGER_KEYS = [
+  ["Arrows", "from step to step and from module to module"],
+  ["Enter", "opens or closes a module"],
+  ["+ \u2212 0", "zoom in, out, show all"],
+  ["f", "goes to where the runs part"],
+  ["Mouse", "wheel with Shift zooms; click chooses, opens or closes"],
+];
 
 class LedgerChart extends CanvasChart {
   constructor(tree) {
-    const summary = `${tree.verdict} ${tree.modules.length} modules, ${tree.steps.length} steps. ${LEDGER_KEYS}`;
+    const summary = `${tree.verdict} ${tree.modules.length} modules, ${tree.steps.length} steps.`;
     super(new Stretch(tree.steps.length, 2, () => this.draw()), "chart of modules over steps", summary);
     this.tree = tree;
     this.chosen = this.placeOfFirst() ?? { module: 0, step: 0 };
@@ -121,27 +135,21 @@ class LedgerChart extends CanvasChart {
     [context.font, context.textAlign, context.textBaseline] = ["12px ui-monospace, monospace", "left", "middle"];
     if (tree.children[module]) context.fillText(tree.open.has(module) ? "\u25be" : "\u25b8", indent - 8, top + ROW / 2);
     context.fillText(tree.shortName(module), indent + 4, top + ROW / 2, TREE_WIDTH - indent - 10);
-    const [first, end] = [Math.floor(this.view.from), Math.min(tree.steps.length, Math.ceil(this.view.to))];
-    const perStep = this.plot.width / this.view.span;
-    if (perStep >= 1) for (let step = first; step < end; step++) this.drawStep(module, step, top, perStep);
-    else this.drawColumns(module, top);
+    for (const [first, end, left, width] of this.columns()) {
+      const parts = end - first === 1 && width >= LEAST_PARTS ? [...tree.directions.keys()].map((direction) => [direction]) : [undefined];
+      const share = (width - (width >= 3 ? 1 : 0)) / parts.length;
+      parts.forEach((directions, place) => this.fill(tree.counts(module, first, end, directions), left + place * share, share, top));
+    }
   }
 
-  drawStep(module, step, top, width) {
-    const all = [...this.tree.directions.keys()];
-    const parts = width >= LEAST_PARTS ? all.map((direction) => [direction]) : [all];
-    const [from, to] = [this.x(step), this.x(step + 1) - (width >= 3 ? 1 : 0)];
-    const share = (to - from) / parts.length;
-    parts.forEach((directions, place) => this.fill(this.tree.counts(module, step, step + 1, directions), from + place * share, share, top));
-  }
-
-  /** Many steps per pixel: a column shows whether any of its steps differs. */
-  drawColumns(module, top) {
-    const perPixel = this.view.span / this.plot.width;
-    for (let x = 0; x < this.plot.width; x++) {
-      const first = Math.floor(this.view.from + x * perPixel);
-      const end = Math.min(this.tree.steps.length, Math.max(first + 1, Math.floor(this.view.from + (x + 1) * perPixel)));
-      this.fill(this.tree.counts(module, first, end), this.plot.left + x, 1, top);
+  /** [first, end) of the steps of each column, its place and its width: one step, or as many as share a pixel. */
+  *columns() {
+    const [steps, { plot, view }] = [this.tree.steps.length, this];
+    const perColumn = Math.max(1, view.span / plot.width);
+    for (let first = Math.floor(view.from); first < Math.min(steps, view.to); ) {
+      const end = Math.min(steps, Math.max(first + 1, Math.round(first + perColumn)));
+      yield [first, end, this.x(first), this.x(end) - this.x(first)];
+      first = end;
     }
   }
 
@@ -198,11 +206,25 @@ class LedgerChart extends CanvasChart {
     this.draw();
     showModule(this.tree, this.chosen);
     const words = this.tree.words(module, at).map((pair) => pair.join(": ")).join(", ");
+    address.soon();
     byId("spoken").textContent = `${this.tree.name(module)}, step ${this.tree.steps[at]}: ${words}`;
   }
 
   zoom(factor) {
     this.view.zoom(factor, this.chosen.step + 0.5);
+  }
+
+  /** For the address. */
+  inSight() {
+    return { module: this.tree.modules[this.chosen.module], step: this.tree.steps[this.chosen.step] };
+  }
+
+  bringInSight({ module, step }) {
+    const [there, at] = [this.tree.number.get(module), this.tree.steps.indexOf(Number(step))];
+    if (there === undefined || step === undefined || at < 0) return this.choose(this.chosen.module, this.chosen.step);
+    for (let place = this.tree.parent[there]; place >= 0; place = this.tree.parent[place]) this.tree.open.add(place);
+    this.measure();
+    return this.choose(there, at);
   }
 
   actions() {
@@ -244,18 +266,18 @@ function showModule(tree, { module, step }) {
 }
 
 /** Everything of the page that is about two runs. */
-function showLedgers(answer) {
+function showLedgers(answer, view) {
   const chart = new LedgerChart(new ModuleTree(answer));
-  for (const id of ["tools", "path", "at-moment", "keys"]) byId(id).hidden = true;
+  for (const id of ["tools", "path", "at-moment", "words"]) byId(id).hidden = true;
   byId("title").replaceChildren(element("p", {}, answer.verdict), ...answer.title.map((line) => element("p", {}, line)));
   byId("figures").replaceChildren(listOf(answer.rows));
-  byId("figures").classList.add("facts");
   byId("refused").textContent = answer.comparison.notes.map((note) => `Note: ${note}.`).join(" ");
   byId("charts").replaceChildren(chart.figure, ...changesOf(answer.comparison));
-  byId("command").replaceChildren("The same in words: ", element("code", {}, answer.command), element("br"), `In the chart: ${LEDGER_KEYS} Shift and the wheel zoom.`);
-  state.charts = [chart];
+  byId("command").replaceChildren("The same in words: ", element("code", {}, answer.command));
+  showKeys(LEDGER_KEYS);
+  [state.charts, state.ledger] = [[chart], chart];
   resized();
-  chart.choose(chart.chosen.module, chart.chosen.step);
+  chart.bringInSight(view);
 }
 
 function changesOf({ environment, attention }) {

@@ -2,6 +2,7 @@
 
 const THEMES = ["system", "light", "dark"];
 const LEAST_SPAN = 1e-6; // of the whole time that can be in sight
+const narrow = matchMedia("(max-width: 600px)"); // as a phone
 
 const state = {
   charts: [],
@@ -22,6 +23,7 @@ const state = {
   },
 
   redrawSoon() {
+    address.soon();
     if (this.waiting) return;
     this.waiting = requestAnimationFrame(() => {
       this.waiting = 0;
@@ -40,6 +42,8 @@ const state = {
   choose(chart, item) {
     this.chosen = item === null ? null : { chart, item };
     showDetails(byId("details"), chart, item);
+    if (chart) this.grid.show(chart, item);
+    address.soon();
     byId("spoken").textContent = item === null ? "Nothing is chosen." : spoken(chart, item);
     showPath(this);
     this.redrawOverlays();
@@ -48,6 +52,7 @@ const state = {
   togglePath(shown) {
     this.showPath = shown;
     byId("show-path").setAttribute("aria-pressed", String(shown));
+    address.soon();
     this.redrawOverlays();
   },
 
@@ -70,6 +75,7 @@ const state = {
     byId("now").textContent = words;
     byId("at-moment").hidden = false;
     byId("at-moment").replaceChildren(element("h3", {}, `At ${words}`), ...this.charts.map(({ run }) => momentOf(run, this.moment)));
+    address.soon();
     this.redrawOverlays();
   },
 
@@ -85,39 +91,69 @@ const state = {
     byId("play").textContent = this.playing ? "Pause" : "Play";
     if (!this.playing) return;
     const { whole } = this.view;
-    let before = performance.now();
-    this.setMoment(this.moment === null || this.moment >= whole ? 0 : this.moment);
+    const [began, from] = [performance.now(), this.moment === null || this.moment >= whole ? 0 : this.moment];
     const tick = (now) => {
       if (!this.playing) return;
-      this.setMoment(this.moment + ((now - before) / 1000 / PLAY_SECONDS) * whole);
-      before = now;
+      this.setMoment(from + (Math.max(0, now - began) / 1000 / PLAY_SECONDS) * whole);
       if (this.moment >= whole) this.play();
       else requestAnimationFrame(tick);
     };
     requestAnimationFrame(tick);
   },
+
+  /** For the address: what differs from what is shown at first. */
+  inSight() {
+    const { view, chosen, moment } = this;
+    const found = view.span < view.whole ? { from: view.from, to: view.to } : {};
+    if (chosen) Object.assign(found, { chart: this.charts.indexOf(chosen.chart), task: chosen.chart.run.title(chosen.item) });
+    if (this.showPath) found.path = "shown";
+    return moment === null ? found : { ...found, moment };
+  },
+
+  bringInSight({ chart = 0, task, from, to, path, moment }) {
+    const shown = this.charts[chart];
+    const item = shown && task ? shown.run.itemNamed(task) : -1;
+    if (item >= 0) shown.go(item);
+    else this.choose(this.charts[0], null);
+    this.view.show(Number(from ?? 0), Number(to ?? this.view.whole));
+    this.togglePath(path !== undefined);
+    if (moment !== undefined) this.setMoment(Number(moment));
+  },
 };
 
-function showAnswer(answer) {
-  state.playing = false;
-  byId("play").textContent = "Play";
+/** New charts, on one axis of time. */
+function takeRuns(answer) {
+  if (state.playing) state.play();
   const runs = answer.runs.map((data) => (data.kind === "tasks" ? new TaskRun(data) : new UnitRun(data)));
   Object.assign(state, { chosen: null, moment: null });
   const whole = 1.015 * Math.max(...runs.map((run) => Math.max(run.makespan, run.bound ?? 0)), 1e-9);
   state.view = new Stretch(whole, whole * LEAST_SPAN, state.view.changed);
   state.charts = runs.map((run) => new Chart(run, state));
+  state.meanings = answer.meanings;
+}
+
+function showAnswer(answer, view = null) {
+  const first = !state.charts.length;
+  takeRuns(answer);
   byId("title").replaceChildren(...answer.title.map((line) => element("p", {}, line)));
   byId("refused").textContent = answer.refused.map(([name, why]) => `${name} cannot serve this problem: ${why.split("\n")[0]}`).join(" ");
-  byId("figures").replaceChildren(figuresOf(runs));
+  byId("meanings").replaceChildren(listOf(Object.entries(answer.meanings)));
   byId("charts").replaceChildren(...state.charts.map((chart) => chart.figure));
+  byId("tiles").replaceChildren(state.grid.figure);
   byId("command").replaceChildren("The same figures: ", element("code", {}, answer.command));
   byId("at-moment").hidden = true;
   byId("now").textContent = "";
   byId("time").value = "0";
   showDetails(byId("details"), null, null);
+  showKeys(KEYS);
   showPath(state);
+  address.options = byId("form").hidden ? {} : answer.options;
   resized();
   state.showAll();
+  state.grid.show(state.charts[0], null);
+  if (view) state.bringInSight(view);
+  address.write(!first && !view);
+  if (!first && narrow.matches) byId("shown").scrollIntoView();
 }
 
 function figuresOf(runs) {
@@ -126,19 +162,23 @@ function figuresOf(runs) {
     const values = Object.fromEntries(run.figures);
     return [run.name, ...names.map((name) => values[name] ?? "-")];
   });
-  return tableOf([runs[0].itemWord === "task" ? "schedule" : "", ...names], rows);
+  const title = runs[0].itemWord === "task" ? "schedule" : "";
+  if (!narrow.matches) return tableOf([title, ...names], rows, null, state.meanings);
+  return tableOf([title, ...rows.map(([name]) => name)], names.map((name, place) => [name, ...rows.map((row) => row[place + 1])]), null, state.meanings);
 }
 
 function resized() {
-  for (const chart of state.charts) chart.measure();
-  if (state.charts.length) showLegend(state.charts[0].legend());
+  for (const chart of [...state.charts, state.grid]) chart.measure();
+  if (state.charts.length) fillLegend(byId("legend"), state.charts[0].legend());
+  if (state.charts.length && !state.ledger) byId("figures").replaceChildren(figuresOf(state.charts.map((chart) => chart.run)));
   state.redraw();
 }
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
 let theme = "system";
 
-function applyTheme() {
+function applyTheme(wanted = theme) {
+  theme = wanted;
   document.documentElement.dataset.theme = theme === "system" ? (dark.matches ? "dark" : "light") : theme;
   byId("theme").textContent = `Colours: ${theme}`;
   resized();
@@ -148,25 +188,27 @@ function listen() {
   for (const button of document.querySelectorAll("[data-key]")) {
     button.addEventListener("click", () => (state.chosen?.chart ?? state.charts[0])?.pressedKey(button.dataset.key));
   }
+  byId("to-form").addEventListener("click", () => byId("form").scrollIntoView());
   byId("show-path").addEventListener("click", () => state.togglePath(!state.showPath));
   byId("time").addEventListener("input", () => state.charts.length && state.setMoment((Number(byId("time").value) / 1000) * state.view.whole));
   byId("path").addEventListener("toggle", () => showPath(state));
-  byId("theme").addEventListener("click", () => {
-    theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
-    applyTheme();
-  });
-  dark.addEventListener("change", applyTheme);
+  byId("theme").addEventListener("click", () => applyTheme(THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length]));
+  dark.addEventListener("change", () => applyTheme());
   window.addEventListener("resize", resized);
+  window.addEventListener("popstate", () => address.follow(window.explore.form));
 }
 
 async function begin() {
   listen();
   applyTheme();
   const [encoding, data] = await embeddedData();
-  if (encoding !== "form") return data.kind === "ledgers" ? showLedgers(data) : showAnswer(data);
-  window.explore.form = new Form(byId("form"), data, showAnswer);
-  return window.explore.form.ask();
+  const { options, view } = readAddress();
+  if (encoding !== "form") return data.kind === "ledgers" ? showLedgers(data, view) : showAnswer(data, view);
+  const form = (window.explore.form = new Form(byId("form"), data, showAnswer));
+  form.set(Object.keys(options).length ? options : data.options);
+  return form.ask(view);
 }
 
+state.grid = new TileGrid(state);
 window.explore = { state }; // for tests and for the curious
 window.explore.ready = begin();

@@ -49,13 +49,25 @@ function link(chart, from, to, dashes) {
   context.fill();
 }
 
-/** The events that decide the makespan: a line through them; where there is room, borders and lines between them. */
+/** The events that decide the makespan: a line through them, which goes no way twice; where there is room, also their borders. */
 function drawPath(chart) {
-  const { over: context, theme } = chart;
+  const { over: context, theme, run } = chart;
   const [first, end] = pathInSight(chart);
+  const bordered = end - first <= MOST_BORDERS && chart.crisp;
   const path = new Path2D();
-  if (end - first <= MOST_BORDERS && chart.crisp) borders(chart, first, end, path);
-  else envelope(chart, first, end, path);
+  let before = [NaN, NaN];
+  const lineTo = (point) => {
+    if (point.every((place, axis) => Math.abs(place - before[axis]) < 1)) return;
+    path.lineTo(...point);
+    before = point;
+  };
+  for (const { item, phase, index } of run.path.slice(first, end)) {
+    const box = boxOf(chart, item, phase, index);
+    lineTo(startOf(box));
+    if (bordered) path.rect(...box);
+    if (bordered) path.moveTo(...endOf(box));
+    lineTo(endOf(box));
+  }
   for (const [colour, thickness] of [[theme.paper, 4.5], [theme.ink, 2]]) {
     [context.strokeStyle, context.lineWidth] = [colour, thickness];
     context.stroke(path);
@@ -66,36 +78,4 @@ function drawPath(chart) {
 function pathInSight({ run: { path, pathSpans }, view }) {
   const first = firstWhere(0, path.length, (place) => pathSpans[2 * place + 1] >= view.from);
   return [Math.max(0, first - 1), Math.min(path.length, firstWhere(0, path.length, (place) => pathSpans[2 * place] > view.to) + 1)];
-}
-
-function borders(chart, first, end, path) {
-  const boxes = chart.run.path.slice(first, end).map(({ item, phase, index }) => boxOf(chart, item, phase, index));
-  boxes.forEach((box, place) => {
-    path.rect(...box);
-    if (!place) return;
-    path.moveTo(...endOf(boxes[place - 1]));
-    path.lineTo(...startOf(box));
-  });
-}
-
-/** Of events that share a column of pixels, only how far up and down they go: thousands of lines in one would take long. */
-function envelope(chart, first, end, path) {
-  let [column, top, bottom, last] = [NaN, 0, 0, 0];
-  const flush = () => {
-    for (const y of [top, bottom, last]) path.lineTo(column, y);
-  };
-  for (let place = first; place < end; place++) {
-    const y = chart.laneTop(chart.run.laneOf(chart.run.path[place].item)) + (chart.laneHeight * LANE) / 2;
-    for (let edge = 2 * place; edge < 2 * place + 2; edge++) {
-      const x = Math.round(chart.x(chart.run.pathSpans[edge]));
-      if (x === column) {
-        [top, bottom, last] = [Math.min(top, y), Math.max(bottom, y), y];
-        continue;
-      }
-      if (!Number.isNaN(column)) flush();
-      path.lineTo(x, y);
-      [column, top, bottom, last] = [x, y, y, y];
-    }
-  }
-  if (!Number.isNaN(column)) flush();
 }

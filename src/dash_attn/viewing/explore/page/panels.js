@@ -31,6 +31,10 @@ function linksOf(chart, links, note) {
   return element("ul", {}, ...rows);
 }
 
+function showKeys(keys) {
+  byId("keys").replaceChildren(element("summary", {}, "Keys"), listOf(keys));
+}
+
 /** One sentence for screen readers. */
 function spoken(chart, item) {
   const { run } = chart;
@@ -63,38 +67,21 @@ function momentOf(run, moment) {
 
 /** The next time after (by = 1) or before (by = -1) a moment at which anything begins or ends; the moment itself if there is none. */
 function nextEvent(charts, moment, by) {
-  let best = by > 0 ? Infinity : -Infinity;
-  const offer = (time) => {
-    if (by > 0 ? time > moment && time < best : time < moment && time > best) best = time;
-  };
+  const times = [];
   for (const { run } of charts) {
     for (const bars of [run.bars, run.back].filter(Boolean)) {
       for (let lane = 0; lane < run.lanes; lane++) {
         const after = bars.after(lane, moment * run.ticks);
-        const [first, end] = [Math.max(bars.first[lane], after - bars.atOnce - 1), Math.min(bars.first[lane + 1], after + 1)];
-        for (let bar = first; bar < end; bar++) {
-          offer(bars.start[bar] / run.ticks);
-          offer(bars.end[bar] / run.ticks);
-        }
+        const about = [Math.max(bars.first[lane], after - bars.atOnce - 1), Math.min(bars.first[lane + 1], after + 1)];
+        for (const column of [bars.start, bars.end]) times.push(...column.slice(...about).map((time) => time / run.ticks));
       }
     }
   }
-  return Number.isFinite(best) ? best : moment;
+  const beyond = times.filter((time) => (by > 0 ? time > moment : time < moment));
+  return beyond.length ? Math[by > 0 ? "min" : "max"](...beyond) : moment;
 }
 
 const AROUND = 8;
-const MEANING = {
-  start: "nothing: it could start at once",
-  worker: "its worker, busy with the chain before",
-  compute: "a compute",
-  buffer: "an earlier reduce of its chain, which frees a buffer",
-  drain: "a free drain",
-  turn: "the turn before",
-  rank: "its rank",
-  states: "its states, from the unit before",
-  turns: "turns of another unit",
-  keys: "keys and values, gathered from all ranks",
-};
 
 /** Around the chosen event, while anybody looks. */
 function showPath({ charts }) {
@@ -105,17 +92,18 @@ function pathOf(chart) {
   const { run } = chart;
   const counts = new Map();
   for (const { cause } of run.path) counts.set(cause, (counts.get(cause) ?? 0) + 1);
-  const causes = [...counts].map(([cause, count]) => `${plain(count)} waited for ${MEANING[cause] ?? cause}`);
+  const causes = [...counts].map(([cause, count]) => `${cause} ${plain(count)}`);
   const at = Math.max(0, run.path.findIndex((event) => event.item === chart.chosen));
   const from = Math.max(0, Math.min(at - AROUND, run.path.length - 2 * AROUND - 1));
   const rows = run.path.slice(from, from + 2 * AROUND + 1).map((event, place) => rowOf(chart, event, from + place));
   const table = tableOf(["", "event", "from", "to", "waited for"], rows, { class: "left" });
-  return element("div", {}, element("h3", {}, `${run.name}: ${plain(run.path.length)} events`), element("p", { class: "hint" }, causes.join("; ")), table);
+  return element("div", { class: "scroll" }, element("h3", {}, `${run.name}: ${plain(run.path.length)} events`), element("p", { class: "hint" }, `What they waited for last: ${causes.join(", ")}`), table);
 }
 
 function rowOf(chart, { item, phase, index, cause }, place) {
   const { run } = chart;
   const button = element("button", { type: "button", onclick: () => chart.go(item) }, run.title(item));
   const what = [button, run.phases.length > 1 ? ` ${PHASES[phase]}` : ""];
-  return [String(place + 1), what, ...run.span(item, phase, index).map(plain), MEANING[cause] ?? cause];
+  const need = run.needs(item).find((each) => each.last && each.phase === phase);
+  return [String(place + 1), what, ...run.span(item, phase, index).map(plain), need ? `${need.words} ${run.title(need.item)}` : cause];
 }

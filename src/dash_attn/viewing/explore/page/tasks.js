@@ -8,6 +8,17 @@ class Run {
     this.back = null; // bars behind the others
   }
 
+  /** Lanes of a rank have its name together. */
+  laneName(lane) {
+    return lane % this.perRank ? "" : String(Math.floor(lane / this.perRank));
+  }
+
+  /** -1: there is none. */
+  itemNamed(title) {
+    for (let item = 0; item < this.items; item++) if (this.title(item) === title) return item;
+    return -1;
+  }
+
   /** The events that decide the makespan, and the start and end of each. */
   readPath() {
     this.path = this.path ? this.sentPath(decodedAll(this.path)) : this.pathByNeeds();
@@ -25,7 +36,7 @@ class Run {
     let at = this.items ? { item: ends.indexOf(ends.reduce((most, end) => Math.max(most, end))), phase } : null;
     while (at) {
       const need = this.needs(at.item).find((each) => each.last && each.phase === at.phase);
-      found.push({ ...at, index: at.item, cause: need?.cause ?? this.causeWithoutNeeds(at.item) });
+      found.push({ ...at, index: at.item, cause: need?.cause ?? this.causeOfFirst?.(at.item) ?? "start" });
       at = need && { item: need.item, phase: need.of ?? COMPUTE };
     }
     return found.reverse();
@@ -34,10 +45,11 @@ class Run {
 
 class TaskRun extends Run {
   constructor(data) {
-    super(data, { laneWord: "worker", itemWord: "task", phases: [COMPUTE, REDUCE] });
+    super(data, { laneWord: "worker", itemWord: "task", perRank: 1, phases: [COMPUTE, REDUCE] });
     this.inChain = needsInChain(this.drains);
     this.chains = decodedAll(data.chains);
     this.adds = decodedAll(data.adds);
+    this.partialTiles = new Set(decoded(data.partial));
     this.readTimes(decodedAll(data.tasks));
     this.linkTurns();
     const chains = [...this.chains.worker.keys()].filter((chain) => this.chains.tasks[chain] || this.adds.count);
@@ -47,26 +59,21 @@ class TaskRun extends Run {
   }
 
   readTimes(tasks) {
-    const count = tasks.q_tile.length;
     this.offsets = offsetsOf(this.chains.tasks);
-    this.chainOf = new Int32Array(count);
+    this.chainOf = new Int32Array(tasks.q_tile.length);
     for (let chain = 0; chain < this.chains.tasks.length; chain++) this.chainOf.fill(chain, this.offsets[chain], this.offsets[chain + 1]);
-    [this.computeStart, this.computeEnd, this.reduceStart, this.reduceEnd, this.lostEnd] = Array.from({ length: 5 }, () => new Float64Array(count));
-    const of = (column, i) => column[column.length === 1 ? 0 : i];
-    for (let i = 0; i < count; i++) {
-      this.computeStart[i] = tasks.compute_start[i];
-      this.computeEnd[i] = tasks.compute_start[i] + of(tasks.compute, i);
-      this.reduceStart[i] = this.computeEnd[i] + tasks.delay[i];
-      this.reduceEnd[i] = this.reduceStart[i] + of(tasks.reduce, i);
-      this.lostEnd[i] = this.computeEnd[i] + tasks.lost[i];
-    }
-    [this.qTile, this.turn, this.head, this.items] = [tasks.q_tile, tasks.turn, tasks.head, count];
+    const later = (times, by) => times.map((time, i) => time + by[i]);
+    this.computeStart = Float64Array.from(tasks.compute_start);
+    this.computeEnd = later(this.computeStart, tasks.compute);
+    this.reduceStart = later(this.computeEnd, tasks.delay);
+    this.reduceEnd = later(this.reduceStart, tasks.reduce);
+    this.lostEnd = later(this.computeEnd, tasks.lost);
+    [this.qTile, this.turn, this.head, this.items] = [tasks.q_tile, tasks.turn, tasks.head, tasks.q_tile.length];
   }
 
   /** Who adds to a dQ tile before and after each task. */
   linkTurns() {
-    const keyOf = (i) => (this.chains.sequence[this.chainOf[i]] * this.heads + this.head[i]) * this.q_tiles + this.qTile[i];
-    const keys = Int32Array.from({ length: this.items }, (_, i) => keyOf(i));
+    const keys = Int32Array.from({ length: this.items }, (_, i) => this.headOf(i) * this.q_tiles + this.qTile[i]);
     const counts = new Int32Array(keys.reduce((most, key) => Math.max(most, key), -1) + 1);
     for (const key of keys) counts[key]++;
     const first = offsetsOf(counts);
@@ -75,6 +82,8 @@ class TaskRun extends Run {
     this.turnBefore = (i) => (this.turn[i] > 0 ? inOrder[first[keys[i]] + this.turn[i] - 1] : -1);
     this.turnAfter = (i) => (this.turn[i] + 1 < counts[keys[i]] ? inOrder[first[keys[i]] + this.turn[i] + 1] : -1);
     this.turnsOf = (i) => counts[keys[i]];
+    const firstOf = (head) => first[head * this.q_tiles] ?? this.items;
+    this.tasksOf = (head) => inOrder.subarray(firstOf(head), firstOf(head + 1)); // Q tile by Q tile
   }
 
   makeBars() {
@@ -122,10 +131,6 @@ class TaskRun extends Run {
     return tileColours(this.q_tiles);
   }
 
-  laneName(lane) {
-    return String(lane);
-  }
-
   laneOf(item) {
     return this.chains.worker[this.chainOf[item]];
   }
@@ -138,10 +143,23 @@ class TaskRun extends Run {
     return String(this.qTile[item]);
   }
 
+  /** The number of its query head among those of all sequences. */
+  headOf(item) {
+    return this.chains.sequence[this.chainOf[item]] * this.heads + this.head[item];
+  }
+
+  headName(head) {
+    const sequence = Math.floor(head / this.heads);
+    return `${sequence ? `b${sequence}.` : ""}h${head % this.heads}`;
+  }
+
+  /** The place of its tile among Q x KV tiles, row by row. */
+  tileOf(item) {
+    return this.qTile[item] * this.kv_tiles + this.chains.kv_tile[this.chainOf[item]];
+  }
+
   title(item) {
-    const chain = this.chainOf[item];
-    const sequence = this.chains.sequence[chain];
-    return `${sequence ? `b${sequence}.` : ""}h${this.head[item]}.q${this.qTile[item]}.kv${this.chains.kv_tile[chain]}`;
+    return `${this.headName(this.headOf(item))}.q${this.qTile[item]}.kv${this.chains.kv_tile[this.chainOf[item]]}`;
   }
 
   /** [start, end] in units of time. */
@@ -182,10 +200,6 @@ class TaskRun extends Run {
     if (place === 0 && before >= 0 && this.chains.tasks[before]) found.push(need(COMPUTE, this.lastOf(before), REDUCE, "worker", "its worker, which ran"));
     for (const { phase, of, back, cause, needs } of this.inChain) if (place >= back) found.push(need(phase, item - back, of, cause, needs));
     return this.phases.flatMap((phase) => markLast(found.filter((each) => each.phase === phase)));
-  }
-
-  causeWithoutNeeds() {
-    return "start";
   }
 
   /** The task of a chain whose reduce ended last. */

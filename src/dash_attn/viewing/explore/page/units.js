@@ -43,10 +43,6 @@ class UnitRun extends Run {
     return [...BLUES, ...ORANGES].map(rgbOf);
   }
 
-  laneName(lane) {
-    return lane % this.perRank ? "" : String(Math.floor(lane / this.perRank));
-  }
-
   laneOf(item) {
     return this.u.rank[item] * this.perRank + this.u.lane[item];
   }
@@ -67,8 +63,8 @@ class UnitRun extends Run {
     const arrival = this.u.before[item] < 0 ? "begin here" : `there at ${plain(this.u.arrival[item] / this.ticks)}`;
     return [
       ["rank", String(this.u.rank[item])],
-      ["does", this.u.names[this.u.name[item]]],
-      ["heads", this.u.heads_of[this.u.heads[item]]],
+      ["does", this.u.does[item]],
+      ["heads", this.u.heads_of[item]],
       ["tasks", plain(this.u.tasks[item])],
       ["runs", this.span(item).map(plain).join(" to ")],
       ["states", arrival],
@@ -100,7 +96,7 @@ class UnitRun extends Run {
     return found;
   }
 
-  causeWithoutNeeds(item) {
+  causeOfFirst(item) {
     return this.u.start[item] > TOLERANCE ? "keys" : "start";
   }
 
