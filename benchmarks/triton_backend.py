@@ -35,7 +35,7 @@ from dash_attn.backends.triton.support import architecture_of, triton_version
 from dash_attn.backends.triton.tiles import Tile, Tiles, read_table
 from dash_attn.call.call import Call
 from dash_attn.call.options import AttentionOptions
-from dash_attn.cli.bench import numbers, words
+from dash_attn.cli.parser import numbers, words
 from dash_attn.masks import TilePattern
 from dash_attn.tools.bench.candidates import OURS, first_line, ours
 from dash_attn.tools.bench.measure import cuda_times, measure

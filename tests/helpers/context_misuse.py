@@ -124,7 +124,7 @@ REFUSED: dict[str, dict[str, Any]] = {  # what all ranks refuse
     "zigzag sharding of 4 ranks has 8 chunks of one length; 1020 rows cannot be dealt so (but 1016 or 1024 can)": {"rows": 255},
     "rows must be a whole number >= 1; got 0": {"rows": 0},
     "batch must be a whole number >= 1; got 0": {"batch": 0},
-    "sum of the document lengths (1000); got q_len=1024": {"mask": Documents((500, 500))},
+    "sum of the document lengths (1000); got 1024 queries": {"mask": Documents((500, 500))},
     "give documents once, as mask=Documents(...) or as cu_seqlens; got both": {"mask": Documents((512, 512)), "cu_seqlens": (0, 1024)},
     "dropout needs a seed for each document": {
         "cu_seqlens": (0, 1024),

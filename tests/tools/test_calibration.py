@@ -171,9 +171,9 @@ def test_without_a_gpu_the_need_is_named(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--device cpu --head-dims 80", "some of 64, 128"),
-        ("--device cpu --head-dims x", "some of 64, 128"),
-        ("--device cpu --threads 0", "workers must be"),
+        ("--device cpu --head-dims 80", "--head-dims takes 64, 128 on "),
+        ("--device cpu --head-dims x", "--head-dims must be whole numbers"),
+        ("--device cpu --threads 0", "--threads must be a whole number >= 1; got 0"),
         ("--output nowhere/machine.json", "no directory"),
     ],
 )

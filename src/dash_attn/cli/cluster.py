@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import NamedTuple
 
 from ..scheduling.generators import generate
-from ..scheduling.problem import Problem, whole_number
+from ..scheduling.problem import Problem
 from ..scheduling.ranks.sharding import Sharding
 from ..scheduling.ranks.share import heads_that_fill, share
 from ..scheduling.ranks.units import SharedSchedule
@@ -107,11 +107,7 @@ def _read_cluster(arguments: argparse.Namespace) -> Cluster:
     if arguments.machine is None and all(getattr(arguments, name) is None for name in COSTS):
         arguments.machine = DEFAULT_MACHINE
     machine = read_machine(arguments)
-    head_dim = whole_number("head_dim", either(arguments.head_dim, DEFAULT_HEAD_DIM))
-    if not 0 <= arguments.hop_latency < float("inf"):
-        raise ValueError(f"--hop-latency must be a finite number >= 0; got {arguments.hop_latency:g}")
-    if not arguments.bandwidth > 0:
-        raise ValueError(f"--bandwidth must be a number > 0; got {arguments.bandwidth:g}")
+    head_dim = either(arguments.head_dim, DEFAULT_HEAD_DIM)
     return Cluster(machine, arguments.workers, arguments.hop_latency, arguments.bandwidth, Widths(head_dim, head_dim))
 
 

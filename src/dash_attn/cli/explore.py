@@ -2,10 +2,9 @@
 
 import argparse
 import shlex
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ..errors import ScheduleError
 from ..masks import MASK_FORMS
@@ -18,7 +17,8 @@ from ..viewing.explore.runs import check_size, encoded, recorded, shared_run, si
 from ..viewing.explore.server import Answering, PageServer, saved_page, served_page
 from .arguments import add_question, flag_of, read_machine, read_problem, read_schedules
 from .cluster import plan_ranks
-from .files import check_files
+from .files import check_files, write_text
+from .parser import Parser, whole
 from .plan import plan
 
 HELP = "look at schedules, or at where two runs part, on a local page"
@@ -49,20 +49,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_question(parser, SCHEDULES_HELP)
     ledgers_help = "show where two runs part, by their ledgers, in place of schedules"
     parser.add_argument("--ledgers", nargs=2, metavar=("A", "B"), help=ledgers_help)
-    parser.add_argument("--port", type=int, default=0, metavar="N", help="where to listen on 127.0.0.1 (default: any free port)")
+    port_help = "where to listen on 127.0.0.1 (default: any free port)"
+    parser.add_argument("--port", type=whole(0, 2**16 - 1), default=0, metavar="N", help=port_help)
     parser.add_argument("--open", action="store_true", help="also open the page in a browser")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write one self-contained page in place of serving it")
 
 
 def run(arguments: argparse.Namespace) -> int:
     check_files(arguments, "save")
-    if not 0 <= arguments.port < 2**16:
-        raise ValueError(f"--port must be a number from 0 to 65535; got {arguments.port}")
     make_page, answering = _page_of_ledgers(arguments) if arguments.ledgers is not None else _page_of_schedules(arguments)
     if arguments.save is None:
         return _serve(arguments, make_page, answering)
-    arguments.save.write_text(make_page(), encoding="utf-8")
-    print(f"wrote {arguments.save}", file=sys.stderr)
+    write_text(arguments.save, make_page())
     return 0
 
 
@@ -110,15 +108,12 @@ def start_of_form(options: Options, machine: str | None = None) -> dict[str, Any
     return {"options": dict(options), "choices": choices, "masks": MASK_FORMS}
 
 
-class _Parser(argparse.ArgumentParser):
-    """Of what a page asks. Raises where that of the command would end the process."""
+class _Parser(Parser):
+    """Of what a page asks."""
 
     def __init__(self) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
         add_question(self, SCHEDULES_HELP)
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
 
 
 def _usual() -> dict[str, Any]:
