@@ -37,7 +37,7 @@ SPREAD = 0.13  # of a row of errors, between two lines of dots
 WIDTH, ROW, TOP, BOTTOM = 10.4, 0.62, 1.05, 0.8  # inches
 
 LABEL_SIZE, LINE, MARKER = 12, 16, 6  # of labels, on paper: their size, the height of a line, half the width of a point
-LETTER = 0.53  # width of a letter, in sizes
+LETTER = 0.56  # width of a letter, in sizes
 
 Row = dict[str, Any]
 Box = tuple[float, float, float, float]  # left, bottom, right, top: in points on paper
@@ -119,7 +119,7 @@ def outliers(rows: list[Row]) -> list[Row]:
 
 def _scales(axes: Any, times: list[float]) -> None:
     """Two logarithmic axes, the diagonal, and the band that counts as close."""
-    low, high = min(times) / 1.25, max(times) * 1.25
+    low, high = min(times) / 1.25, max(times) * 1.5
     left = low / 3  # room for the labels of the shortest times
     axes.set(xscale="log", yscale="log", xlim=(left, high), ylim=(low, high))
     for axis, first in ((axes.xaxis, left), (axes.yaxis, low)):
