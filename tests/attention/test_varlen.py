@@ -116,7 +116,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         r"cu_seqlens_k must be contiguous; got stride 2",
     ),
     ({"cu_seqlens_q": offsets([4, 6]).to("meta")}, ValueError, r"cu_seqlens_q must be on the device of q, k and v \(cpu\); got meta"),
-    ({"cu_seqlens_k": offsets([7, 3, 2])}, ValueError, r"cu_seqlens_q and cu_seqlens_k must have one length; got 3 and 4"),
+    ({"cu_seqlens_k": offsets([7, 3, 2])}, ValueError, r"cu_seqlens_q and cu_seqlens_k must have the same length; got 3 and 4"),
     ({"max_seqlen_q": 5}, ValueError, r"max_seqlen_q must be at least the longest sequence \(6\); got 5"),
     ({"max_seqlen_k": 7.0}, ValueError, r"max_seqlen_k must be a whole number >= 0; got 7.0"),
     ({"block_table": torch.zeros(2, 1)}, ValueError, r"k_cache must be 4-d"),

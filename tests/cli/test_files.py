@@ -199,7 +199,7 @@ def test_fractional_tiles_of_a_machine_are_not_cut(tmp_path: Path) -> None:
     value = SHIPPED["h200"].to_json()
     value["head_dims"]["64"]["tiles"] = [64.5, 128]
     (tmp_path / "machine.json").write_text(json.dumps(value))
-    with pytest.raises(ValueError, match=r"machine\.json is no machine file: head_dims\.64\.tiles must be a whole number .*; got 64\.5"):
+    with pytest.raises(ValueError, match=r"machine\.json is not a machine file: head_dims\.64\.tiles must be a whole number .*; got 64\.5"):
         load_machine(str(tmp_path / "machine.json"))
 
 

@@ -95,9 +95,9 @@ def test_other_schedules_and_masks(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (
             "--ranks 3 --seqlen 2048",
-            "zigzag sharding of 3 ranks has 6 chunks of one length; 2048 rows cannot be dealt so (but 2046 or 2052",
+            "zigzag sharding of 3 ranks has 6 chunks of equal length; 2048 rows cannot be dealt so (but 2046 or 2052",
         ),
-        ("--ranks 2 --seqlen 2056", "4 chunks of one length fit sequences of 2048 or 2560 rows"),
+        ("--ranks 2 --seqlen 2056", "4 chunks of equal length fit sequences of 2048 or 2560 rows"),
         ("--ranks 2 --seqlen 2048 --kv-seqlen 1024", "the same 2048 rows"),
         ("--ranks 0 --seqlen 2048", "--ranks must be a whole number >= 1; got 0"),
         ("--ranks 2", "--ranks needs --seqlen"),

@@ -153,7 +153,7 @@ def test_a_backend_that_cannot_share_is_refused_before_the_work(
         ("--ranks two", "--ranks takes numbers of ranks"),
         ("--ranks 2,", "--ranks takes numbers of ranks"),
         ("--ranks 2 --seqlen 500", "2 ranks cannot share causal 500, 4/2 heads x 64, batch 2, fp32 (zigzag): chunks must be multiples"),
-        ("--ranks 2 --seqlen 700", "4 chunks of one length fit sequences of 512 or 1024 rows"),  # though two of them are joined
+        ("--ranks 2 --seqlen 700", "4 chunks of equal length fit sequences of 512 or 1024 rows"),  # though two of them are joined
         ("--ranks 2 --seqlen 512 --mask full --schedule shift", "order that is a function of the sequence alone; that of shift is not"),
     ],
 )

@@ -138,7 +138,7 @@ def with_lengths(call: CacheCall, cache_seqlens: int | Tensor | None) -> CacheCa
         raise ValueError(f"k and v must be given together; got {'v' if call.k is None else 'k'} alone")
     if cache_seqlens is None:
         if call.k is not None:
-            raise ValueError("k and v are appended behind the keys in use: cache_seqlens must say how many there are; got None")
+            raise ValueError("k and v are appended after the keys in use: cache_seqlens must say how many there are; got None")
         check_strided(k_cache=call.k_cache)
         cache_seqlens, table = call.k_cache.shape[1] if call.k_cache.ndim == 4 else 0, call.block_table
         if isinstance(table, Tensor) and table.ndim == 2:

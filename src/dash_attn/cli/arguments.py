@@ -23,10 +23,10 @@ DEFAULT_TILE_Q, DEFAULT_TILE_KV = 64, 128
 DEFAULT_WORKERS = 132
 MOST_TILES = 2**28  # a million tokens square
 SIZES = {
-    "q-tiles": f"Q tiles of a sequence (default: as KV tiles, or {DEFAULT_TILES})",
-    "kv-tiles": "KV tiles of a sequence (default: as Q tiles)",
-    "seqlen": "tokens of a sequence, in place of tile counts",
-    "kv-seqlen": "key tokens, where they differ from --seqlen",
+    "q-tiles": f"Q tiles of a sequence (default: as many as KV tiles, or {DEFAULT_TILES})",
+    "kv-tiles": "KV tiles of a sequence (default: as many as Q tiles)",
+    "seqlen": "tokens of a sequence, instead of tile counts",
+    "kv-seqlen": "key tokens, if their number differs from --seqlen",
     "tile-q": f"query tokens of a tile, with --seqlen (default: {DEFAULT_TILE_Q})",
     "tile-kv": f"key tokens of a tile, with --seqlen (default: {DEFAULT_TILE_KV})",
 }
@@ -68,14 +68,14 @@ def _add_machine(group: Any) -> None:
     for name, (read, default, meaning) in COSTS.items():
         group.add_argument(f"--{name}", type=read, metavar="TIME" if read is number else "N", help=f"{meaning} (default: {default:g})")
     group.add_argument("--machine", metavar="FILE", help=f"a file that `dash-attn calibrate` wrote, or {', '.join(SHIPPED)}")
-    head_dim_help = "whose constants of --machine, and what --measured runs (default: 128)"
+    head_dim_help = "which constants of --machine are meant, and what --measured runs (default: 128)"
     group.add_argument("--head-dim", type=whole(), metavar="N", help=head_dim_help)
 
 
 def _add_ranks(group: Any) -> None:
     group.add_argument("--ranks", type=whole(), metavar="P", help="how many share the sequence")
     group.add_argument("--sharding", choices=SHARDINGS, help=f"who has which rows (default: {WITH_RANKS['sharding']})")
-    hop_help = f"microseconds from rank to rank, beside the transfer (default: {WITH_RANKS['hop_latency']:g})"
+    hop_help = f"microseconds from rank to rank, besides the transfer (default: {WITH_RANKS['hop_latency']:g})"
     group.add_argument("--hop-latency", type=number, metavar="N", help=hop_help)
     bandwidth_help = f"GB per second that a rank can send (default: {WITH_RANKS['bandwidth']:g})"
     group.add_argument("--bandwidth", type=positive, metavar="N", help=bandwidth_help)

@@ -70,7 +70,7 @@ class PlannedRanks(NamedTuple):
             text = "Simulated task by task."
         else:
             asked = "" if self.arguments.model else f", because there are more than {MOST_TASKS_OF_TILES:,} tasks"
-            text = f"Simulated by the chunk model{asked}. It knows no hand-overs inside of a unit, so it is kinder than the tile model."
+            text = f"Simulated by the chunk model{asked}. It leaves out hand-overs inside a unit, so it is kinder than the tile model."
         return f"{text} Ring attention and Ulysses are models, shown at their best. Bytes are those of the rank that sends most."
 
     def _value(self, peers: list[PeerEstimate]) -> dict[str, object]:

@@ -23,7 +23,7 @@ from .plan import plan
 
 HELP = "look at schedules, or at where two runs part, on a local page"
 TEXT = (
-    "Serves a page to this machine on which schedules can be looked at. It takes the arguments of `dash-attn plan`."
+    "Serves a page, to this machine alone, that shows schedules. It takes the arguments of `dash-attn plan`."
     " With --ledgers it shows where two training runs part."
 )
 EXAMPLES = """examples:
@@ -47,12 +47,12 @@ Options = Mapping[str, Any]  # names of arguments, without dashes in front, to t
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_question(parser, SCHEDULES_HELP)
-    ledgers_help = "show where two runs part, by their ledgers, in place of schedules"
+    ledgers_help = "show where two runs part, by their ledgers, instead of schedules"
     parser.add_argument("--ledgers", nargs=2, metavar=("A", "B"), help=ledgers_help)
     port_help = "where to listen on 127.0.0.1 (default: any free port)"
     parser.add_argument("--port", type=whole(0, 2**16 - 1), default=0, metavar="N", help=port_help)
     parser.add_argument("--open", action="store_true", help="also open the page in a browser")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write one self-contained page in place of serving it")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write one self-contained page instead of serving it")
 
 
 def run(arguments: argparse.Namespace) -> int:

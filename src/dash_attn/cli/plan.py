@@ -54,7 +54,7 @@ FILES = ("gantt", "trace", "save")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_question(parser, "one or more names, separated by spaces or commas; auto; or all (default; with --ranks: auto)")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument("--gantt", type=Path, metavar="FILE", help="draw workers (or ranks) over time, as .png or .svg")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the schedule itself as JSON (one schedule)")

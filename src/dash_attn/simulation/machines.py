@@ -102,7 +102,7 @@ def load_machine(word: str) -> Calibrated:
     try:
         return Calibrated.from_json(value)
     except ValueError as error:
-        raise ValueError(f"{path} is no machine file: {error}") from error
+        raise ValueError(f"{path} is not a machine file: {error}") from error
 
 
 @dataclass(frozen=True)
