@@ -123,7 +123,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"dropout_p": 1}, ValueError, r"dropout_p must be 0, or from 1/65536 to 1 - 1/65536; got 1"),
     ({"dropout_seed": torch.zeros(3, dtype=torch.int64)}, ValueError, r"dropout_seed must be 2 numbers of torch.int64, one per sequence"),
     ({"alibi_slopes": torch.ones(3)}, ValueError, r"alibi_slopes must be floating-point numbers of shape \(4,\).*or \(2, 4\)"),
-    ({"mask": Documents((4,))}, ValueError, r"documents need q_len == kv_len .*got q_len=4, kv_len=7"),
+    ({"mask": Documents((4,))}, ValueError, r"documents need as many queries as keys.*got 4 queries and 7 keys"),
     ({"backend": "hopper"}, ValueError, r"needs cuda tensors"),
     ({"shedule": "auto"}, TypeError, r"unexpected keyword"),
 ]

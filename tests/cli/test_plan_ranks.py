@@ -60,7 +60,7 @@ def test_one_execution_and_ulysses_refused(capsys: pytest.CaptureFixture[str]) -
 def test_large_problems_fall_back_and_say_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned(capsys)["model"] == "tiles"
     assert main([*SMALL, "--model", "chunks"]) == 0
-    assert "Simulated by the chunk model. It knows no hand-overs" in capsys.readouterr().out
+    assert "Simulated by the chunk model. It leaves out hand-overs" in capsys.readouterr().out
     monkeypatch.setattr(command, "MOST_TASKS_OF_TILES", 100)
     assert planned(capsys)["model"] == "chunks"
     assert main(SMALL) == 0

@@ -77,5 +77,5 @@ def numbers(text: str) -> tuple[int, ...]:
 def words(text: str) -> tuple[str, ...]:
     found = tuple(word.strip() for word in text.split(",") if word.strip())
     if not found:
-        raise argparse.ArgumentTypeError("must be at least one, separated by commas")
+        raise argparse.ArgumentTypeError("must name at least one, separated by commas")
     return found

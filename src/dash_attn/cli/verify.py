@@ -24,7 +24,7 @@ SHAPE = ("seqlen", "heads", "kv_heads", "head_dim", "batch", "mask", "dtype", "s
 HELP = "test on this machine that bits do not change; write a certificate"
 TEXT = """Runs attention again and again and compares every bit: repeated, interleaved differently, beside other work, in other batches,
 through a cache token by token, in fresh processes that compile everything anew. Memory is poisoned before every run.
-Exit code 0: all bits agree, those of the controls do not; 1: otherwise."""
+Exit code 0: all bits agree, and those of the controls differ; 1: otherwise."""
 EXAMPLES = """examples:
   dash-attn verify --output here.json
   dash-attn verify --against here.json

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -134,15 +135,16 @@ def _scales(axes: Any, times: list[float]) -> None:
 
 
 def _labels(axes: Any, rows: list[Row]) -> None:
-    """Left of points above the band, right of those below: as near as is free of points and other labels."""
+    """Left of points above the band, right of those below, if it can be: as near as is free of points and other labels."""
     scale = 72 / axes.figure.dpi  # points on paper per pixel
     frame = (*axes.bbox.min * scale, *axes.bbox.max * scale)
     places = {id(row): axes.transData.transform((row["predicted_us"] / 1000, row["measured_us"] / 1000)) * scale for row in rows}
     taken: list[Box] = [(x - MARKER, y - MARKER, x + MARKER, y + MARKER) for x, y in places.values()]
     for row in sorted(outliers(rows), key=lambda row: -abs(row["error"])):
         text = f"{row['mask']} {thousands(row['seqlen'])}, d{row['head_dim']}: {100 * row['error']:+.0f} %".replace("-", "\N{MINUS SIGN}")
-        side = -1 if row["error"] < 0 else 1
-        for lines in sorted(np.arange(-20, 21) / 2, key=lambda lines: (abs(lines), side * lines)):
+        outside = -1 if row["error"] < 0 else 1
+        lines_up = sorted(np.arange(-20, 21) / 2, key=lambda lines: (abs(lines), outside * lines))
+        for side, lines in product((outside, -outside), lines_up):
             box = _box(places[id(row)], side, lines, len(text))
             if _overlap(box, frame) == box and not any(_overlap(box, other) for other in taken):
                 taken.append(box)
