@@ -21,6 +21,8 @@ from typing import Any
 
 from dash_attn.cli import bench
 from dash_attn.cli.files import check_files, check_folder
+from dash_attn.cli.parser import Parser, whole
+from dash_attn.cli.parser import words as read_words
 from dash_attn.tools.bench.candidates import Candidate, ours, who_runs
 from dash_attn.tools.bench.report import Results, save
 from dash_attn.tools.bench.shape import HOST_SUITE, PASSES, Suite
@@ -41,7 +43,7 @@ def parser_of_parent() -> argparse.ArgumentParser:
     """What is done with results, and how many processes measure: each of those gets all other options."""
     parser = argparse.ArgumentParser(add_help=False)
     processes_help = "repeat everything in that many fresh processes; medians, and the lowest and highest of each ratio"
-    parser.add_argument("--processes", type=int, metavar="N", help=processes_help)
+    parser.add_argument("--processes", type=whole(), metavar="N", help=processes_help)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw relative speeds, or sustained ones, as .png or .svg")
     parser.add_argument("--plot-pass", choices=PASSES, default="backward", help="the pass to draw (default: backward)")
     parser.add_argument("--plot-schedules", type=Path, metavar="FILE", help="draw the schedules relative to the unordered backward")
@@ -50,7 +52,7 @@ def parser_of_parent() -> argparse.ArgumentParser:
 
 def parser_of_suites() -> argparse.ArgumentParser:
     style: Any = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = argparse.ArgumentParser(prog="benchmarks.suite", parents=[parser_of_parent()], **style)
+    parser = Parser(prog="benchmarks.suite", parents=[parser_of_parent()], **style)
     names = (*SUITES, HOST_SUITE)
     parser.add_argument("suite", nargs="?", choices=names, default="quick", help="which shapes (default: quick)")
     bench.add_options(parser, RESULTS)
@@ -59,7 +61,7 @@ def parser_of_suites() -> argparse.ArgumentParser:
     sustained_help = f"also run each kernel that long without a pause (default: {seconds:g}): TFLOP/s, W, SM clock, J per step"
     parser.add_argument("--sustained", type=float, nargs="?", const=seconds, metavar="SECONDS", help=sustained_help)
     without_help = "leave these kernels out (names as in --list)"
-    parser.add_argument("--without", type=bench.words, default=[], metavar="NAME,NAME", help=without_help)
+    parser.add_argument("--without", type=read_words, default=[], metavar="NAME,NAME", help=without_help)
     energy_help = "do not measure energy, which takes half a second per kernel"
     parser.add_argument("--no-energy", dest="energy", action="store_false", help=energy_help)
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="show earlier results; needs no GPU")
@@ -103,8 +105,6 @@ def _check_options(arguments: Arguments) -> None:
     if arguments.suite in DECODE_SUITES and not arguments.source and (arguments.schedules or "forward" not in arguments.passes):
         asked = "--schedules" if arguments.schedules else f"--passes {','.join(arguments.passes)}"
         raise ValueError(f"suite {arguments.suite} has a forward only: caches have no backward; got {asked}")
-    if arguments.processes is not None and arguments.processes < 1:
-        raise ValueError(f"--processes must be at least 1; got {arguments.processes}")
     if arguments.sustained is not None and not 0 < arguments.sustained < math.inf:
         raise ValueError(f"--sustained must be a number of seconds > 0; got {arguments.sustained}")
     for flag, value in (("--processes", arguments.processes), ("--sustained", arguments.sustained)):

@@ -34,7 +34,7 @@ from dash_attn.backends.triton.support import architecture_of, triton_version
 from dash_attn.backends.triton.tiles import Tile, Tiles, read_table
 from dash_attn.call.call import Call
 from dash_attn.call.options import AttentionOptions
-from dash_attn.cli.bench import numbers
+from dash_attn.cli.parser import numbers
 from dash_attn.tools.bench.candidates import OURS, first_line
 from dash_attn.tools.bench.report import Row, save, shape_of, unique
 from triton_compiling import Compiled

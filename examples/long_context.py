@@ -6,6 +6,7 @@ torchrun --nproc-per-node 4 examples/long_context.py   (the same)
 
 from __future__ import annotations
 
+import argparse
 import copy
 import hashlib
 import tempfile
@@ -277,6 +278,7 @@ def start(rank: int, count: int, file: str) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()  # --help
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
         work(dist.get_rank(), dist.get_world_size())

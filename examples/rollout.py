@@ -111,9 +111,9 @@ def train(model: Any, optimizer: torch.optim.Optimizer, rollouts: list[Rollout])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--without", action="store_true", help="without dash_attn.invariance")
-    parser.add_argument("--steps", type=int, default=40)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--without", action="store_true", help="without dash_attn.invariance: log-probabilities will differ")
+    parser.add_argument("--steps", type=int, default=40, help="of training (default: 40)")
     arguments = parser.parse_args()
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()

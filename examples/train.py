@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import inspect
 import math
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -267,11 +269,15 @@ def say(text: str) -> None:
 
 def config_from(arguments: Sequence[str] | None) -> Config:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    comments = dict(re.findall(r"^    (\w+): .*  # (.*)$", inspect.getsource(Config), re.MULTILINE))
     for field in fields(Config):
         name, default = f"--{field.name.replace('_', '-')}", field.default
         kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if isinstance(default, bool) else {"type": type(default)}
-        parser.add_argument(name, default=default, help=f"default: {default}", **kind)
-    return Config(**vars(parser.parse_args(arguments)))
+        parser.add_argument(name, default=default, help=f"{comments.get(field.name, '')} (default: {default})".lstrip(), **kind)
+    config = Config(**vars(parser.parse_args(arguments)))
+    if not config.resume and (Path(config.out) / f"rank-{os.environ.get('RANK', 0)}.ledger").exists():
+        parser.error(f"there is a run in {config.out}: go on with it by --resume, or name another folder by --out")
+    return config
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

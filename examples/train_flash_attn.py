@@ -5,6 +5,7 @@ python examples/train_flash_attn.py
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 
 import torch
@@ -36,6 +37,7 @@ def batches(steps: int) -> Tensor:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()  # --help
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), Block(), Block(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

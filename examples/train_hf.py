@@ -5,6 +5,7 @@ pip install 'dash-attn[hf]' && python examples/train_hf.py
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 
 import torch
@@ -24,6 +25,7 @@ def batches(steps: int) -> Tensor:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()  # --help
     huggingface.enable()
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -5,6 +5,7 @@ python examples/train_sdpa.py
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 
 import torch
@@ -51,6 +52,7 @@ def train() -> nn.Module:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()  # --help
     with sdpa.enable():  # the one changed line; the model is as it was
         model = train()
     weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import re
 import shlex
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
@@ -54,11 +54,37 @@ def tutorial_page(pictures: Path) -> str:
     """Run every cell, draw the pictures into that directory, and return the page."""
     namespace: dict[str, Any] = {"__name__": "tutorial", "__file__": str(SCRIPT)}
     parts = []
-    with patch.object(sys, "argv", [str(SCRIPT), str(pictures)]):
+    with chdir(pictures):
         for is_text, cell in cells(SCRIPT.read_text(encoding="utf-8")):
             prose = "\n".join(line.removeprefix("#").removeprefix(" ") for line in cell.splitlines())
             parts.append(prose if is_text else _code(cell, namespace))
+    for picture in pictures.glob("*.png"):
+        _shrink(picture)
     return "\n\n".join(parts) + "\n"
+
+
+def _shrink(path: Path) -> None:
+    """Two thirds of the size, and few colours, so that its file is small."""
+    from PIL import Image
+
+    with Image.open(path) as picture:
+        small = picture.convert("RGB").resize((picture.width * 2 // 3, picture.height * 2 // 3), Image.Resampling.LANCZOS)
+    frequent = sorted(small.getcolors(small.width * small.height), reverse=True)[:32]
+    others = small.quantize(96, method=Image.Quantize.MAXCOVERAGE).getpalette()
+    palette = Image.new("P", (1, 1))
+    palette.putpalette([channel for _, colour in frequent for channel in colour] + others)
+    small.quantize(palette=palette, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+@contextmanager
+def chdir(folder: Path) -> Iterator[None]:
+    """contextlib has it from Python 3.11 on."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 def cells(source: str) -> list[tuple[bool, str]]:

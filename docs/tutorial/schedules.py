@@ -1,44 +1,14 @@
 """Schedules of the attention backward pass, drawn step by step: mask -> problem -> schedule -> simulate -> picture.
 
-Run it to draw the pictures again: python docs/tutorial/schedules.py [DIRECTORY]. Cells start with `# %%`, so editors
-run it as a notebook; `make pages` turns it into schedules.md and draws the pictures, and tests run it.
+It draws its pictures into the current folder. Cells start with `# %%`, so editors run it as a notebook; `make pages` turns it
+into schedules.md and draws the pictures, and tests run it.
 """
 
 # %% [markdown]
 # # Drawing schedules
 #
 # Why does deterministic attention wait, and what does DASH ([arXiv 2601.21824](https://arxiv.org/abs/2601.21824)) do about it? This page
-# draws the answer, from the mask to the picture. It needs no GPU and no PyTorch. All times are exact model time.
-
-# %%
-import json
-import sys
-from pathlib import Path
-
-from PIL import Image
-
-from dash_attn import Causal
-from dash_attn.scheduling import Problem, generate, lower
-from dash_attn.simulation import Machine, Timeline, simulate
-from dash_attn.simulation.machines import H200
-from dash_attn.viewing.gantt import gantt
-
-HERE = Path(__file__).parent
-PICTURES = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE
-
-
-def draw(name: str, *runs: Timeline) -> None:
-    """A Gantt chart; smaller, and with few colours, so that its file is small."""
-    path = PICTURES / f"{name}.png"
-    gantt(runs, path, title=" ")
-    with Image.open(path) as picture:
-        small = picture.convert("RGB").resize((picture.width * 2 // 3, picture.height * 2 // 3), Image.Resampling.LANCZOS)
-    frequent = sorted(small.getcolors(small.width * small.height), reverse=True)[:32]
-    others = small.quantize(96, method=Image.Quantize.MAXCOVERAGE).getpalette()
-    palette = Image.new("P", (1, 1))
-    palette.putpalette([channel for _, colour in frequent for channel in colour] + others)
-    small.quantize(palette=palette, dither=Image.Dither.NONE).save(path, optimize=True)
-
+# draws the answer, from the mask to the picture. It needs no GPU and no PyTorch. All times are in the simulator's units, and exact.
 
 # %% [markdown]
 # ## From a mask to a problem
@@ -50,6 +20,15 @@ def draw(name: str, *runs: Timeline) -> None:
 # Eight Q tiles, eight KV tiles, a causal mask and four heads. `#` is a task, a row is a Q tile, a column is a chain:
 
 # %%
+import json
+from pathlib import Path
+
+from dash_attn import Causal
+from dash_attn.scheduling import Problem, generate, lower
+from dash_attn.simulation import Machine, simulate
+from dash_attn.simulation.machines import H200
+from dash_attn.viewing.gantt import gantt
+
 causal = Problem.from_tiles("causal", q_tiles=8, kv_tiles=8, heads=4)
 for row in causal.kept:
     print(" ".join("#" if kept else "." for kept in row))
@@ -59,7 +38,7 @@ print(f"{causal.tasks} tasks in {causal.chains} chains")
 # ## Why order costs time
 #
 # dK and dV of a KV tile come from one chain, in one order. dQ of a Q tile is a sum over chains on different workers. For the same bits in
-# every run, those must add in a fixed order: the **rank** of each task. A worker whose turn has not come waits.
+# every run, those must add in a fixed order: each task has its **turn**. A worker whose turn has not come waits.
 #
 # First the machine of the paper: a compute takes 3 units, a reduce takes 1, and the worker does both. There are eight workers.
 
@@ -67,7 +46,7 @@ print(f"{causal.tasks} tasks in {causal.chains} chains")
 paper = Machine(compute=3, reduce=1)
 ascending = simulate(generate("ascending", causal, workers=8), paper)
 print(f"makespan {ascending.makespan:g}, lower bound {ascending.lower_bound:g}, stalled {ascending.stalled:.0%}")
-draw("ascending", ascending)
+gantt([ascending], "ascending.png")
 
 # %% [markdown]
 # ![Ascending](ascending.png)
@@ -91,7 +70,7 @@ draw("ascending", ascending)
 runs = [simulate(generate(name, causal, workers=8), paper) for name in ("descending", "symmetric_shift")]
 for run in runs:
     print(f"{run.schedule.name}: makespan {run.makespan:g}, stalled {run.stalled:.0%}")
-draw("dash-causal", *runs)
+gantt(runs, "dash-causal.png")
 
 # %% [markdown]
 # ![Descending and symmetric shift](dash-causal.png)
@@ -108,7 +87,7 @@ full = Problem.from_tiles("full", q_tiles=8, kv_tiles=8, heads=2)
 runs = [simulate(generate(name, full, workers=8), paper) for name in ("ascending", "shift")]
 for run in runs:
     print(f"{run.schedule.name}: makespan {run.makespan:g}, stalled {run.stalled:.0%}, gang {run.schedule.gang}")
-draw("dash-full", *runs)
+gantt(runs, "dash-full.png")
 
 # %% [markdown]
 # ![Ascending and shift on a full mask](dash-full.png)
@@ -119,8 +98,8 @@ draw("dash-full", *runs)
 # ## A machine with latency
 #
 # A GPU differs from that model in two ways. Reduces run in the background, behind the next compute (`overlap`). And handing a dQ tile to
-# the next rank takes time (`latency`): memory is written, a flag is set, another SM sees it. On an H200 that is about one and a half
-# computes. A rank that comes one step behind the one before it now waits.
+# the next turn takes time (`latency`): memory is written, a flag is set, another SM sees it. On an H200 that is about one and a half
+# computes. A task whose turn comes one step after the one before it now waits.
 
 # %%
 late = Machine(compute=3, reduce=1, overlap=2, latency=4.5)
@@ -128,15 +107,15 @@ larger = Problem.from_tiles("causal", 10, 10, heads=4)
 runs = [simulate(generate(name, larger, workers=10), late) for name in ("descending", "symmetric_shift", "alternating")]
 for run in runs:
     print(f"{run.schedule.name}: makespan {run.makespan:g}, gap to the lower bound {run.gap:.0%}")
-draw("latency", *runs)
+gantt(runs, "latency.png")
 
 # %% [markdown]
 # ![Three schedules on a machine with latency](latency.png)
 #
 # `alternating` is the symmetric idea without fixed pairs. Even heads walk up, the chain on the diagonal first; odd heads walk down, as
-# their mirror image. A worker that finishes a short chain of one head takes a long chain of the next. Workers get free one after another,
-# so the next chains start one after another, and follow each other at that distance to the end. No chain waits for one that starts later,
-# so there is no gang and any number of workers will do. On square tiles like these, from 49 KV tiles on, it takes every
+# their mirror image. A worker that finishes a short chain of one head takes a long chain of the next. Workers become free one after
+# another, so the next chains start one after another, and follow each other at that distance to the end. No chain waits for one that
+# starts later, so there is no gang and any number of workers will do. On square tiles like these, from 49 KV tiles on, it takes every
 # second KV tile first, then the others, so that neighbours are two steps apart.
 #
 # ## Any mask
@@ -150,7 +129,7 @@ documents = Problem.from_tiles("documents:3,1,4", q_tiles=16, kv_tiles=8, heads=
 runs = [simulate(generate(name, documents, workers=8), late) for name in ("descending", "auto")]
 for run in runs:
     print(f"{run.schedule.name}: makespan {run.makespan:g}, gap to the lower bound {run.gap:.0%}")
-draw("documents", *runs)
+gantt(runs, "documents.png")
 
 # %% [markdown]
 # ![Descending and weave on packed documents](documents.png)
@@ -162,7 +141,7 @@ draw("documents", *runs)
 # polling itself takes bandwidth.
 
 # %%
-results = json.loads((HERE.parent.parent / "benchmarks/results/h200-prediction.json").read_text())
+results = json.loads((Path(__file__).parents[2] / "benchmarks/results/h200-prediction.json").read_text())
 measured = {(row["head_dim"], row["mask"], row["seqlen"], row["schedule"]): row["measured_us"] for row in results["rows"]}
 real = Problem(Causal(), 4096, 4096, tile_q=64, tile_kv=128, heads=16, batch=4)
 for name in ("ascending", "descending", "spt", "symmetric_shift", "alternating"):

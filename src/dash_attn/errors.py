@@ -1,5 +1,7 @@
 """Every kind of error that is dash-attn's own. `except DashAttnError` catches them all; each is also a built-in error."""
 
+from collections.abc import Iterable
+
 
 class DashAttnError(Exception):
     """The family. Wrong arguments that no rule of ours explains are plain ValueError and TypeError."""
@@ -31,3 +33,11 @@ class CompileError(DashAttnError, RuntimeError):
 
 class LostRank(DashAttnError, RuntimeError):
     """Another rank did not answer, or left."""
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """The end of an error about a word that nobody knows: the one that was probably meant, if any is close."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(str(word).lower(), list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""

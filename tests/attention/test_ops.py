@@ -299,7 +299,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"schedule": "fastest"}, "unknown schedule 'fastest'"),
     ({"softcap": -1.0}, "softcap must be"),
     ({"window_size": (-2, 0)}, "window_size must be"),
-    ({"mask": Documents((3, 4))}, "documents need q_len == kv_len"),
+    ({"mask": Documents((3, 4))}, "documents need as many queries as keys"),
     ({"sinks": torch.zeros(3)}, "sinks must be 2 floating-point numbers"),
     ({"backend": "hopper"}, "backend 'hopper' needs cuda tensors"),
 ]

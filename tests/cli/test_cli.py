@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 
 from dash_attn import parse_mask
+from dash_attn.cli import plan
 from dash_attn.cli.main import main
 from dash_attn.scheduling import GENERATORS, Problem, Schedule
 
-KEYS = ["schedule", "mask", "q_tiles", "kv_tiles", "heads", "workers", "tasks", "makespan", "lower_bound", "gap", "utilization", "stalled"]
+SIZES = ["mask", "q_tiles", "kv_tiles", "heads", "workers", "tasks"]
+KEYS = ["asked", "schedule", *SIZES, "makespan", "lower_bound", "gap", "utilization", "stalled"]
 SMALL = ["--q-tiles", "8", "--kv-tiles", "8", "--heads", "4", "--workers", "8", "--compute", "3", "--reduce", "1"]
 
 
@@ -70,8 +72,10 @@ def test_ways_to_name_several_schedules(capsys: pytest.CaptureFixture[str], word
     assert [row["schedule"] for row in rows] == ["ascending", "weave"]
 
 
-def test_auto_keeps_its_name_in_json_and_says_its_order_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan_json(capsys, "--schedule", "auto")["schedule"] == "auto"
+def test_what_auto_chose_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for mask, chosen in (("causal", "alternating"), ("full", "alternating"), ("documents:3,5", "weave")):
+        row = plan_json(capsys, "--schedule", "auto", "--mask", mask)
+        assert (row["asked"], row["schedule"]) == ("auto", chosen)
     assert main(["plan", "--schedule", "auto"]) == 0
     assert "auto: alternating" in capsys.readouterr().out
 
@@ -135,25 +139,26 @@ def test_random_masks(capsys: pytest.CaptureFixture[str], seed: int) -> None:
         ("--mask diagonal", "unknown mask"),
         ("--mask window:1", "window:LEFT,RIGHT"),
         ("--mask window:a,b", "whole numbers"),
-        ("--mask documents:3,4", "sum of the document lengths"),
-        ("--mask prefix:9", "prefix length"),
+        ("--mask documents:3,4", "sum of the document lengths (7); got 8 queries and 8 keys"),
+        ("--mask prefix:9", "prefix length must be at most the number of keys, 8; got 9"),
         ("--schedule fastest", "choose from all, auto, ascending"),
         ("--schedule shift", "full masks only"),
-        ("--q-tiles 0", "--q-tiles"),
-        ("--kv-tiles -3", "--kv-tiles"),
-        ("--heads 0", "heads"),
-        ("--workers 0", "workers"),
+        ("--q-tiles 0", "--q-tiles must be a whole number >= 1; got 0"),
+        ("--q-tiles eight", "--q-tiles must be a whole number >= 1; got eight"),
+        ("--kv-tiles -3", "--kv-tiles must be"),
+        ("--heads 0", "--heads must be"),
+        ("--workers 0", "--workers must be"),
         ("--compute 0", "compute"),
         ("--compute nan", "compute"),
         ("--compute 1e300", "too large"),
         ("--schedule ,", "needs a name"),
-        ("--reduce -1", "reduce"),
-        ("--latency inf", "latency"),
-        ("--overlap -1", "overlap"),
+        ("--reduce -1", "--reduce must be a finite number >= 0; got -1"),
+        ("--latency inf", "--latency must be"),
+        ("--overlap -1", "--overlap must be a whole number >= 0; got -1"),
         ("--seqlen 512 --q-tiles 8", "--q-tiles"),
         ("--tile-q 64", "--seqlen"),
         ("--kv-seqlen 64", "--seqlen"),
-        ("--seqlen 0", "q_len"),
+        ("--seqlen -5", "--seqlen must be a whole number >= 1; got -5"),
         ("--gantt chart.gif", ".png or .svg"),
         ("--gantt nowhere/chart.png", "no directory"),
         ("--trace nowhere/trace.json", "no directory"),
@@ -170,12 +175,81 @@ def test_bad_input_is_one_message_and_code_2(capsys: pytest.CaptureFixture[str],
     assert "Traceback" not in out + err
 
 
-@pytest.mark.parametrize("words", ["plan --q-tiles eight", "plan --unknown", "fly", ""])
-def test_bad_usage_exits_with_code_2(capsys: pytest.CaptureFixture[str], words: str) -> None:
-    with pytest.raises(SystemExit) as raised:
-        main(words.split())
-    assert raised.value.code == 2
-    assert "usage:" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("pln", "COMMAND must be one of plan, .*, diff; got pln; did you mean plan?"),
+        ("fly", "COMMAND must be one of plan, .*, diff; got fly"),
+        ("plan --sequlen=5", "unknown argument --sequlen=5; did you mean --seqlen?"),
+        ("diff a b --jsn", "unknown argument --jsn; did you mean --json?"),
+        ("doctor --wings", "unknown argument --wings; `dash-attn doctor --help` lists what there is"),
+        ("doctor now", "unknown argument now; `dash-attn doctor --help` lists what there is"),
+        ("plan --sharding zigzg", "--sharding must be one of zigzag, contiguous; got zigzg; did you mean zigzag?"),
+        ("plan --schedule alternatin", "unknown schedule 'alternatin'; choose from all, .*; did you mean alternating?"),
+        ("plan --mask casual", "unknown mask 'casual'; masks are written .*; did you mean causal?"),
+        ("verify --schedule wave", "schedule must be one of auto, .*; got 'wave'; did you mean weave?"),
+        ("diff a", "the following arguments are required: B"),
+    ],
+)
+def test_mistyped_words_are_one_line_that_names_what_was_meant(capsys: pytest.CaptureFixture[str], words: str, said: str) -> None:
+    assert main(words.split()) == 2
+    out, err = capsys.readouterr()
+    assert re.fullmatch(f"dash-attn: error: {re.escape(said).replace(re.escape('.*'), '.*')}\n", err)
+    assert out == ""
+
+
+def test_no_command_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    out, err = capsys.readouterr()
+    assert all(name in err for name in ("usage: dash-attn", "plan", "explore", "diff"))
+    assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "fits"),
+    [
+        pytest.param("--seqlen 1048576", "--tile-q 128 --tile-kv 256 with --seqlen, or 8192 x 4096 tiles", marks=pytest.mark.exhaustive),
+        ("--seqlen 16384 --heads 4000", "--tile-q 128 --tile-kv 256 with --seqlen, or 128 x 64 tiles"),
+        ("--seqlen 262144 --mask window:65536,0 --heads 40", "--tile-q 128 --tile-kv 256 with --seqlen, or 2048 x 1024 tiles"),
+        ("--heads 100000000", "Take fewer heads, or larger tiles"),
+    ],
+)
+def test_too_many_tasks_are_refused_before_the_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: str, fits: str
+) -> None:
+    """And what is said to fit does."""
+    monkeypatch.setattr(plan, "simulate_all", lambda *_: pytest.fail("it has begun to work"))
+    assert main(["plan", *words.split()]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "more than 50,000,000 tasks are too many to simulate." in said
+    assert said.endswith(fits)
+    for flags in re.findall("--tile-q .* --tile-kv [0-9]+", said):
+        with pytest.raises(pytest.fail.Exception, match="begun to work"):
+            main(["plan", *words.split(), *flags.split()])
+
+
+@pytest.mark.parametrize("width", [60, 40, 24])
+@pytest.mark.parametrize("command", ["plan --heads 4", "plan --ranks 4 --seqlen 16384"])
+def test_a_narrow_terminal_keeps_every_number(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str, width: int
+) -> None:
+    assert main(command.split()) == 0
+    wide = capsys.readouterr().out
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(command.split()) == 0
+    narrow = capsys.readouterr().out
+    table = [line for line in narrow.splitlines() if re.match(r"(alternating|dash-attn|ring)\b.*\d", line) and "tasks in" not in line]
+    assert "\033" not in narrow
+    assert width < 30 or max(map(len, table)) <= width
+    (row,) = (line for line in wide.splitlines() if line.startswith(("alternating (auto)", "dash-attn, launch")))
+    name, *figures = re.split("  +", row)
+    assert [figure for line in table if line.startswith(name) for figure in re.split("  +", line)[1:]] == figures
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "xterm")
+    assert main(command.split()) == 0
+    assert "\033[1;32m" in capsys.readouterr().out
 
 
 def test_refused_schedule_in_json_mode_leaves_stdout_empty(capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,7 +60,7 @@ def test_one_execution_and_ulysses_refused(capsys: pytest.CaptureFixture[str]) -
 def test_large_problems_fall_back_and_say_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned(capsys)["model"] == "tiles"
     assert main([*SMALL, "--model", "chunks"]) == 0
-    assert "Simulated by the chunk model. It knows no hand-overs" in capsys.readouterr().out
+    assert "Simulated by the chunk model. It leaves out hand-overs" in capsys.readouterr().out
     monkeypatch.setattr(command, "MOST_TASKS_OF_TILES", 100)
     assert planned(capsys)["model"] == "chunks"
     assert main(SMALL) == 0
@@ -95,11 +95,11 @@ def test_other_schedules_and_masks(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (
             "--ranks 3 --seqlen 2048",
-            "zigzag sharding of 3 ranks has 6 chunks of one length; 2048 rows cannot be dealt so (but 2046 or 2052",
+            "zigzag sharding of 3 ranks has 6 chunks of equal length; 2048 rows cannot be dealt so (but 2046 or 2052",
         ),
-        ("--ranks 2 --seqlen 2056", "4 chunks of one length fit sequences of 2048 or 2560 rows"),
+        ("--ranks 2 --seqlen 2056", "4 chunks of equal length fit sequences of 2048 or 2560 rows"),
         ("--ranks 2 --seqlen 2048 --kv-seqlen 1024", "the same 2048 rows"),
-        ("--ranks 0 --seqlen 2048", "ranks must be a whole number >= 1; got 0"),
+        ("--ranks 0 --seqlen 2048", "--ranks must be a whole number >= 1; got 0"),
         ("--ranks 2", "--ranks needs --seqlen"),
         ("--ranks 2 --q-tiles 8", "--ranks needs --seqlen"),
         ("--ranks 2 --seqlen 2048 --schedule auto weave", "--ranks takes one schedule"),
@@ -108,7 +108,7 @@ def test_other_schedules_and_masks(capsys: pytest.CaptureFixture[str]) -> None:
         ("--ranks 2 --seqlen 2048 --save s.json", "--save does not go with --ranks"),
         ("--ranks 2 --seqlen 2048 --hop-latency -1", "--hop-latency must be a finite number >= 0; got -1"),
         ("--ranks 2 --seqlen 2048 --bandwidth 0", "--bandwidth must be a number > 0; got 0"),
-        ("--ranks 2 --seqlen 2048 --heads-together 0", "heads_together must be a whole number >= 1; got 0"),
+        ("--ranks 2 --seqlen 2048 --heads-together 0", "--heads-together must be a whole number >= 1; got 0"),
         ("--ranks 2 --seqlen 2048 --machine h200 --head-dim 96", "was calibrated for head dims 64, 128; got 96"),
         ("--ranks 2 --seqlen 2048 --gantt chart.pdf", ".png or .svg"),
         ("--sharding zigzag", "--sharding goes with --ranks"),

@@ -117,14 +117,14 @@ WRONG: dict[str, dict[str, Any]] = {  # what the odd rank refuses
 }
 
 REFUSED: dict[str, dict[str, Any]] = {  # what all ranks refuse
-    "8 chunks of one length fit sequences of 1024 rows": {"rows": 200},
-    "8 chunks of one length fit sequences of 1024 or 2048 rows; pad to that": {"rows": 300},
-    "8 chunks of one length fit sequences of 1024 or 1536 rows; pad to that": {"rows": 300, "ulysses": 2},
-    "4 chunks of one length fit sequences of 512 or 1024 rows; pad to that": {"rows": 200, "sharding": "contiguous"},
-    "zigzag sharding of 4 ranks has 8 chunks of one length; 1020 rows cannot be dealt so (but 1016 or 1024 can)": {"rows": 255},
+    "8 chunks of equal length fit sequences of 1024 rows": {"rows": 200},
+    "8 chunks of equal length fit sequences of 1024 or 2048 rows; pad to that": {"rows": 300},
+    "8 chunks of equal length fit sequences of 1024 or 1536 rows; pad to that": {"rows": 300, "ulysses": 2},
+    "4 chunks of equal length fit sequences of 512 or 1024 rows; pad to that": {"rows": 200, "sharding": "contiguous"},
+    "zigzag sharding of 4 ranks has 8 chunks of equal length; 1020 rows cannot be dealt so (but 1016 or 1024 can)": {"rows": 255},
     "rows must be a whole number >= 1; got 0": {"rows": 0},
     "batch must be a whole number >= 1; got 0": {"batch": 0},
-    "sum of the document lengths (1000); got q_len=1024": {"mask": Documents((500, 500))},
+    "sum of the document lengths (1000); got 1024 queries": {"mask": Documents((500, 500))},
     "give documents once, as mask=Documents(...) or as cu_seqlens; got both": {"mask": Documents((512, 512)), "cu_seqlens": (0, 1024)},
     "dropout needs a seed for each document": {
         "cu_seqlens": (0, 1024),
@@ -132,7 +132,7 @@ REFUSED: dict[str, dict[str, Any]] = {  # what all ranks refuse
         "dropout_seed": torch.zeros(1, dtype=torch.int64),
     },
     "must begin with 0 and end with the 1024 rows of all ranks together; got [0, 256]": {"cu_seqlens": (0, 256)},
-    "zigzag sharding of 4 ranks has 8 chunks of one length; 1020 rows cannot be dealt": {"rows": 255, "cu_seqlens": (0, 1020)},
+    "zigzag sharding of 4 ranks has 8 chunks of equal length; 1020 rows cannot be dealt": {"rows": 255, "cu_seqlens": (0, 1020)},
     "ulysses must divide the number of ranks, which is 4; got 8": {"ulysses": 8, "heads": (8, 8)},
     "ulysses must divide the 3 KV heads, because ranks get whole KV heads; got 2. On 4 ranks, 1 do": {"ulysses": 2, "heads": (3, 3)},
     "needs cuda tensors": {"backend": "hopper"},

@@ -23,7 +23,7 @@ ERRORS = {
     "other rows": "has dealt the rows as 'zigzag', and sharding is 'contiguous': pass sharding='zigzag'",
     "other rows, given": "has dealt the rows as 'zigzag', and sharding is Sharding",
     "Hugging Face": 'attn_implementation="dash_attn" sees only those of its own rank: .*attn_implementation="sdpa"',
-    "cut tiles": "4 chunks of one length fit sequences of 512 rows",
+    "cut tiles": "4 chunks of equal length fit sequences of 512 rows",
     "not in PyTorch's block": "takes DTensors inside PyTorch's context_parallel only",
     "other placement": "shards dimension 2, the sequence",
     "replicated": "shards dimension 2, the sequence",

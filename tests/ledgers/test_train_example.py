@@ -14,7 +14,7 @@ import pytest
 
 from dash_attn.ledgers import Comparison, compare_runs
 from started import started
-from train_example import SMALL, copy_with, train
+from train_example import EXAMPLE, SMALL, copy_with, module_of, train
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,21 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(run: tuple[Pa
         train(tmp_path / "b", copy_with("ends after step 4", tmp_path), checkpoint_every=100)
     assert train(tmp_path / "b", resume=True) == run[1]
     assert compare_runs(run[0], tmp_path / "b", partial=True).agree
+
+
+def test_a_folder_that_has_a_run_is_refused_with_the_way_on(run: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+    module = module_of(EXAMPLE)
+    with pytest.raises(SystemExit, match="2"):
+        module.main(["--out", str(run[0])])
+    assert f"error: there is a run in {run[0]}: go on with it by --resume, or name another folder by --out" in capsys.readouterr().err
+    assert module.config_from(["--out", str(run[0]), "--resume"]).resume
+
+
+def test_its_help_explains_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        module_of(EXAMPLE).main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--micro-batches MICRO_BATCHES per step, on all processes together (default: 4)" in shown
 
 
 def test_a_run_resumes_with_its_settings(run: tuple[Path, str]) -> None:

@@ -18,7 +18,7 @@ import torch
 import dash_attn
 import stand_ins
 from dash_attn import Mask, ScheduleError
-from dash_attn.cli.main import main
+from dash_attn.cli.main import _parser, main
 from dash_attn.distributed.micro_batches.tree import fitting_ranks, tree_sum
 from dash_attn.scheduling import GENERATORS, Problem, generate
 from dash_attn.scheduling.order import ALL_GUARANTEES, CONTEXT_PARALLEL_INVARIANT
@@ -27,6 +27,8 @@ from doc_pages import DOCS, blocks, rows
 
 DETERMINISM, MIGRATION, INDEX = ((DOCS / name).read_text() for name in ("determinism.md", "migration.md", "index.md"))
 LOG, ROADMAP, EXAMPLES, DISTRIBUTED = ((DOCS / name).read_text() for name in ("log.md", "roadmap.md", "examples.md", "distributed.md"))
+
+README = DOCS.parent / "README.md"
 
 
 def run(code: str, **names: Any) -> dict[str, Any]:
@@ -48,6 +50,44 @@ def test_blocks_of_rollouts_run() -> None:
     assert "by construction  Linear: in blocks of 32 rows" in done.stdout
 
 
+FIRST_BLOCKS = {path.name: found[0] for path in [README, *sorted(DOCS.rglob("*.md"))] if (found := blocks(path.read_text(), "python"))}
+RUN_ELSEWHERE = ["README", "determinism", "distributed", "index", "long-sequences", "migration", "rollouts"]  # with their other blocks
+ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # as torchrun says it
+IN_TURN = """
+import sys
+for path in sys.argv[1:]:
+    exec(compile(open(path).read(), path, "exec"), {})
+"""
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [
+        pytest.param([page for page in FIRST_BLOCKS if page.removesuffix(".md") not in RUN_ELSEWHERE], id="together"),
+        *(pytest.param([page], id=page, marks=pytest.mark.exhaustive) for page in FIRST_BLOCKS),
+    ],
+)
+def test_first_blocks_run_as_they_stand(pages: list[str], tmp_path: Path) -> None:
+    """In a folder of their own, with nothing imported or made before."""
+    assert len(FIRST_BLOCKS) > 12
+    for page in pages:
+        (tmp_path / page).write_text(FIRST_BLOCKS[page])
+    command, env = [sys.executable, "-c", IN_TURN, *pages], os.environ | ONE_RANK
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+
+
+def test_commands_of_all_pages_are_understood() -> None:
+    """Those of pages that run them, too. A file that is named is one of the repository, or one that commands write."""
+    pages = [README, *(README.parent / name for name in ("DESIGN.md", "CONTRIBUTING.md", "RELEASING.md")), *DOCS.rglob("*.md")]
+    text = "\n".join(block.replace("\\\n", " ") for path in pages for block in blocks(path.read_text(), "sh"))
+    commands = [words[1:] for line in text.splitlines() if (words := shlex.split(line, comments=True))[:1] == ["dash-attn"]]
+    assert len(commands) > 20
+    for words in commands:
+        _parser().parse_args(words)
+    assert all((README.parent / script).exists() for script in re.findall(r"python (examples/\S+)", text))
+
+
 @pytest.mark.parametrize("command", [line for block in blocks(DETERMINISM, "sh") for line in block.splitlines()])
 def test_determinism_commands_work(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -61,8 +101,7 @@ def test_determinism_commands_work(command: str, tmp_path: Path, monkeypatch: py
 def test_blocks_for_many_ranks_run() -> None:
     """One after another, in the only process of a group, as torchrun would start it."""
     code = "import torch\ntorch.distributed.init_process_group('gloo')\n" + "\n".join(blocks(DISTRIBUTED, "python"))
-    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | ONE_RANK, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 

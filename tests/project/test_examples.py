@@ -3,6 +3,7 @@ processes prints the same hashes for any number of them, and the one that sample
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -20,7 +21,8 @@ SEED = "torch.manual_seed(0)"
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 IN_TURN = """
 import runpy, sys
-for path in sys.argv[1:]:
+paths, sys.argv[1:] = sys.argv[1:], []
+for path in paths:
     print("example", path, flush=True)
     runpy.run_path(path, run_name="__main__")
 """
@@ -88,6 +90,16 @@ def test_any_number_of_processes_ends_with_the_same_weights() -> None:
     assert {name for name, (*_, verdict) in hashes.items() if verdict == "differ"} == controls
     assert all(len(set(found)) == (3 if name in controls else 1) for name, (*found, _) in hashes.items())
     assert hashes["attention, context parallel"] == hashes["attention, one call on one process"]
+
+
+@pytest.mark.parametrize("script", [path for path in sorted(FOLDER.glob("*.py")) if path.stem != "train"], ids=lambda path: path.stem)
+@pytest.mark.exhaustive
+def test_every_example_has_help(script: Path) -> None:
+    """Nothing is trained. That of train.py: tests/ledgers/test_train_example.py."""
+    done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    described = (ast.get_docstring(ast.parse(script.read_text())) or "").split()
+    assert " ".join(described) in " ".join(done.stdout.split())
 
 
 def rolled_out(*flags: str) -> tuple[list[int], list[float], str]:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 import dash_attn
 from dash_attn import distributed
@@ -71,6 +72,22 @@ def test_every_public_name_is_on_the_api_page(site: Path) -> None:
     assert missing == ["Mask"]  # the base of the masks
     assert "GENERATORS" in api
     assert [name for name in distributed.__all__ if not re.search(rf'id="dash_attn\.[\w.]*\b{name}"', api)] == []
+
+
+def test_every_function_has_one_signature(site: Path) -> None:
+    api = (site / "api" / "index.html").read_text()
+    for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "explain"):
+        entry = re.split(rf'id="dash_attn\.[\w.]*\.{name}"', api)[1].split('class="doc doc-heading"')[1]
+        assert entry.count("doc-signature") == 1, name
+    assert "doc-overloads" not in api
+
+
+def test_every_page_can_be_dark(site: Path) -> None:
+    """Pictures have a ground of their own, so that their dark letters can be read on it."""
+    assert all('data-md-color-scheme="slate"' in page.read_text() for page in site.rglob("*.html") if "md-content" in page.read_text())
+    for path in (ROOT / "docs").rglob("*.png"):
+        picture = Image.open(path)
+        assert picture.convert("RGBA").getextrema()[3] == (255, 255), path.name
 
 
 def test_arguments_become_a_list() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import reference
 from dash_attn.masks import Causal, Documents, Full, Mask, Prefix, TileMap, Window, parse_mask
-from dash_attn.masks.encoding import mask_to_json
+from dash_attn.masks.encoding import FORMS, mask_to_json
 from dash_attn.scheduling.json_fields import as_mask
 from strategies import examples, sized_masks
 
@@ -99,10 +99,18 @@ def test_parse_scales_lengths_but_not_no_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "fuller", "full:1", "causal:1", "window", "window:1", "window:1,2,3", "documents", "prefix:1,2", "tiles:2x2"]
+    ("text", "meant"), [("", ""), ("fuller", "full"), ("Causl", "causal"), ("windows:1,2", "window"), ("tiles:2x2", "")]
 )
-def test_unknown_masks_list_the_forms(text: str) -> None:
-    with pytest.raises(ValueError, match="masks are written full, causal, window:LEFT,RIGHT"):
+def test_unknown_masks_list_the_forms(text: str, meant: str) -> None:
+    with pytest.raises(ValueError, match="masks are written full, causal, window:LEFT,RIGHT") as raised:
+        parse_mask(text)
+    assert str(raised.value).partition("; did you mean ")[2] == (f"{meant}?" if meant else "")
+
+
+@pytest.mark.parametrize("text", ["full:1", "causal:1", "window", "window:1", "window:1,2,3", "documents", "prefix:1,2"])
+def test_known_masks_with_other_numbers_say_their_form(text: str) -> None:
+    word = text.partition(":")[0]
+    with pytest.raises(ValueError, match=f"mask '{text}' is written {word}{FORMS[word].usage}$"):
         parse_mask(text)
 
 
@@ -128,14 +136,14 @@ def test_bad_documents(lengths: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("lengths", [(10, 10), (8, 9), (9, 8)])
 def test_documents_must_fill_the_sequence(lengths: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match=r"q_len == kv_len == sum of the document lengths \(9\)"):
+    with pytest.raises(ValueError, match=r"as many queries as keys, the sum of the document lengths \(9\)"):
         Documents((4, 5)).tile_map(*lengths, 4, 4)
 
 
 def test_bad_prefixes() -> None:
     with pytest.raises(ValueError, match="prefix length must be a whole number >= 0"):
         Prefix(-1)
-    with pytest.raises(ValueError, match="prefix length must be at most kv_len=8"):
+    with pytest.raises(ValueError, match="prefix length must be at most the number of keys, 8; got 9"):
         Prefix(9).tile_map(8, 8, 4, 4)
 
 

@@ -255,7 +255,7 @@ def test_no_prediction_no_picture(text: str, tmp_path: Path, capsys: pytest.Capt
     source.write_text(text)
     assert main(["calibrate", "--from", str(source), "--plot", str(tmp_path / "a.png")]) == 2
     err = capsys.readouterr().err
-    assert (f"{source} is no file of predictions: it is not JSON" if text == "no JSON" else f"{source} holds no predictions") in err
+    assert (f"{source} is not a file of predictions: it is not JSON" if text == "no JSON" else f"{source} holds no predictions") in err
     assert not (tmp_path / "a.png").exists()
 
 

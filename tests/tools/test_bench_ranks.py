@@ -72,7 +72,7 @@ def test_what_is_as_usual_is_not_named() -> None:
         ({"q_seqlen": 301}, "more queries than keys"),
         ({"q_seqlen": -1}, "q_seqlen"),
         ({"v_head_dim": -1}, "v_head_dim"),
-        ({"q_seqlen": 100, "lengths": (100, 200)}, "q_len == kv_len"),
+        ({"q_seqlen": 100, "lengths": (100, 200)}, "as many queries as keys"),
     ],
 )
 def test_shapes_that_make_no_sense(changes: dict[str, Any], message: str) -> None:

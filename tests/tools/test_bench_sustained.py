@@ -287,7 +287,7 @@ def test_a_process_gets_every_option_that_measures() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--processes", "0"], "--processes must be at least 1"),
+        (["--processes", "0"], "--processes must be a whole number >= 1; got 0"),
         (["--sustained", "0"], "--sustained must be a number of seconds > 0"),
         (["--sustained", "nan"], "--sustained must be a number of seconds > 0"),
         (["host", "--sustained"], "--sustained does not go with suite host"),

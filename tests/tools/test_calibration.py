@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from dash_attn.cli.main import main
 from dash_attn.scheduling import Problem, Schedule, generate
 from dash_attn.simulation import Machine, simulate
 from dash_attn.simulation.machines import H200, SHIPPED, Calibrated, load_machine
-from dash_attn.tools.calibrate import measured
+from dash_attn.tools.calibrate import measured, pictures
 from dash_attn.tools.calibrate.fit import CONSTANTS, Observation, estimate, fit, path_counts
 from dash_attn.tools.calibrate.measured import Device, Sweep, calibrate, hopper_device
 from dash_attn.viewing.task_times import times_of
 
+STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "h200-prediction.json"
 WORKERS = 12
 NAMES = ((Causal(), ("ascending", "descending", "spt", "alternating")), (Full(), ("ascending", "shift_blocks")))
 
@@ -171,9 +173,9 @@ def test_without_a_gpu_the_need_is_named(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--device cpu --head-dims 80", "some of 64, 128"),
-        ("--device cpu --head-dims x", "some of 64, 128"),
-        ("--device cpu --threads 0", "workers must be"),
+        ("--device cpu --head-dims 80", "--head-dims takes 64, 128 on "),
+        ("--device cpu --head-dims x", "--head-dims must be whole numbers"),
+        ("--device cpu --threads 0", "--threads must be a whole number >= 1; got 0"),
         ("--output nowhere/machine.json", "no directory"),
     ],
 )
@@ -296,3 +298,24 @@ def test_measuring_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -
 def test_workers_must_fit() -> None:
     with pytest.raises(ValueError, match="same head dims"):
         Calibrated("x", "cpu", 2, {64: Machine()}, {})
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+def test_labels_of_a_prediction_do_not_overlap(crowded: bool) -> None:
+    """Nor leave the axes. In a crowd, some are left out."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.text import Annotation, Text
+
+    near = {"schedule": "spt", "mask": "causal", "head_dim": 64, "seqlen": 1024}
+    rows = [{**near, "predicted_us": 900 + 5 * n, "measured_us": 1400 - 9 * n, "error": -0.36 + n / 99} for n in range(24)]
+    shown = {"gpu": "here", "rows": rows} if crowded else pictures.read(STORED)
+    figure = pictures.prediction_figure(shown)
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    labels = [label for label in figure.axes[0].texts if isinstance(label, Annotation)]
+    for label in labels:
+        label.update_positions(renderer)
+    boxes = [Text.get_window_extent(label, renderer) for label in labels]
+    assert len(boxes) >= 12
+    assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
+    assert all(figure.axes[0].bbox.padded(1).contains(*corner) for box in boxes for corner in (box.min, box.max))

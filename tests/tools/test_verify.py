@@ -237,7 +237,7 @@ def test_where_nothing_can_be_unordered_the_control_reverses_channels(monkeypatc
 def test_the_backend_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     assert small_certificate(capsys, "--backend", "cpu")["cases"][0]["explain"]["backend"] == "cpu"
     assert main(["verify", *SMALL, "--backend", "triton"]) == 2
-    assert "backend 'triton' needs cuda tensors; got tensors on cpu" in capsys.readouterr().err
+    assert "--backend triton needs a GPU, and this would run on the CPU (--device)" in capsys.readouterr().err
 
 
 def test_settings_are_restored() -> None:

@@ -65,7 +65,7 @@ def test_different_certificates_say_what_differs(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--runs 1", "--runs must be at least 2"),
+        ("--runs 1", "--runs must be a whole number >= 2; got 1"),
         ("--dtype int8", "dtype must be one of fp64, fp32, bf16, fp16"),
         ("--heads 3 --kv-heads 2", "multiple of kv_heads"),
         ("--seqlen 0", "seqlen must be a whole number"),

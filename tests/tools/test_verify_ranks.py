@@ -148,12 +148,12 @@ def test_a_backend_that_cannot_share_is_refused_before_the_work(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--ranks 1", "--ranks needs a number above 1: one rank alone shares nothing; got '1'"),
-        ("--ranks 0,2", "--ranks takes numbers of ranks, from 1 to 999, like 1,2,4; got '0,2'"),
-        ("--ranks two", "--ranks takes numbers of ranks"),
-        ("--ranks 2,", "--ranks takes numbers of ranks"),
+        ("--ranks 1", "--ranks must have a number from 2 to 999, like 1,2,4: one rank alone shares nothing; got '1'"),
+        ("--ranks 0,2", "--ranks must be whole numbers >= 1, separated by commas; got '0,2'"),
+        ("--ranks two", "--ranks must be whole numbers >= 1"),
+        ("--ranks 2,1000", "--ranks must have a number from 2 to 999"),
         ("--ranks 2 --seqlen 500", "2 ranks cannot share causal 500, 4/2 heads x 64, batch 2, fp32 (zigzag): chunks must be multiples"),
-        ("--ranks 2 --seqlen 700", "4 chunks of one length fit sequences of 512 or 1024 rows"),  # though two of them are joined
+        ("--ranks 2 --seqlen 700", "4 chunks of equal length fit sequences of 512 or 1024 rows"),  # though two of them are joined
         ("--ranks 2 --seqlen 512 --mask full --schedule shift", "order that is a function of the sequence alone; that of shift is not"),
     ],
 )

@@ -164,7 +164,7 @@ def test_only_this_machine_can_connect(asked: Asked) -> None:
         ({"machine": "/etc/passwd"}, JSON, 400, "machines h200"),
         ({"mask": "--save=x"}, JSON, 400, "unknown mask"),
         ({"mask": "diagonal"}, JSON, 400, "unknown mask 'diagonal'"),
-        ({"q-tiles": "eight"}, JSON, 400, "invalid int value"),
+        ({"q-tiles": "eight"}, JSON, 400, "--q-tiles must be a whole number >= 1; got eight"),
         ({"schedule": "shift"}, JSON, 400, "full masks only"),
         ({"schedule": "spt,weave,auto"}, JSON, 400, "one or two schedules"),
         ({"seqlen": "1000000", "mask": "full"}, JSON, 400, "at most 16,777,216 tiles"),

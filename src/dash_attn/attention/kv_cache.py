@@ -128,7 +128,7 @@ def with_lengths(call: CacheCall) -> CacheCall:
     if call.cache_seqlens is not None:
         return call
     if call.k is not None:
-        raise ValueError("k and v are appended behind the keys in use: cache_seqlens must say how many there are; got None")
+        raise ValueError("k and v are appended after the keys in use: cache_seqlens must say how many there are; got None")
     check_strided(k_cache=call.k_cache)
     slots, table = call.k_cache.shape[1] if call.k_cache.ndim == 4 else 0, call.block_table
     return call._replace(cache_seqlens=slots * table.shape[1] if isinstance(table, Tensor) and table.ndim == 2 else slots)

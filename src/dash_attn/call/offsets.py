@@ -39,7 +39,7 @@ class SequenceOffsets:
                 raise ValueError(f"max_seqlen_{side} must be a whole number >= 0; got {longest!r}")
         entries = len(self.cu_seqlens_q), len(self.cu_seqlens_k)
         if entries[0] != entries[1]:
-            raise ValueError(f"cu_seqlens_q and cu_seqlens_k must have one length; got {entries[0]} and {entries[1]}")
+            raise ValueError(f"cu_seqlens_q and cu_seqlens_k must have the same length; got {entries[0]} and {entries[1]}")
 
     @classmethod
     def known(cls, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> SequenceOffsets:

@@ -6,6 +6,7 @@ from functools import cached_property, lru_cache
 from numbers import Real
 from typing import Any, Literal, NamedTuple, get_args
 
+from ..errors import did_you_mean
 from ..masks import Causal, Documents, Full, Mask, Window, check_mask, is_whole
 from ..scheduling.generators import GENERATORS
 from ..scheduling.schedule import Schedule
@@ -180,7 +181,9 @@ def _check_schedule(schedule: Any) -> None:
         read_given(schedule)
     else:
         allowed = ", ".join(SCHEDULES)
-        raise ValueError(f"unknown schedule {schedule!r}; choose from {allowed}, or give a Schedule or its JSON text")
+        raise ValueError(
+            f"unknown schedule {schedule!r}; choose from {allowed}, or give a Schedule or its JSON text{did_you_mean(schedule, SCHEDULES)}"
+        )
 
 
 # A schedule that a caller gives instead of a name. Options hold its JSON text: a value, which hashes once, and which a traced program can

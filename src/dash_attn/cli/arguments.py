@@ -1,37 +1,42 @@
 """Command line arguments that ask for schedules of a problem, on a machine or on several ranks, and what they mean."""
 
 import argparse
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from ..masks import MASK_FORMS, parse_mask
-from ..scheduling.generators import GENERATORS
-from ..scheduling.json_fields import MOST
+import numpy as np
+
+from ..errors import did_you_mean
+from ..masks import FULL, MASK_FORMS, parse_mask
+from ..scheduling.generators import GENERATORS, SCHEDULES
 from ..scheduling.problem import Problem
 from ..scheduling.ranks.sharding import SHARDINGS
 from ..simulation.cluster import EXECUTIONS, MODELS, MOST_TASKS_OF_TILES
 from ..simulation.machines import SHIPPED, load_machine
-from ..simulation.simulate import Machine
+from ..simulation.simulate import MOST_TASKS, Machine
 from .device import add_device
+from .parser import number, positive, whole
 
 DEFAULT_TILES = 8
 DEFAULT_TILE_Q, DEFAULT_TILE_KV = 64, 128
 DEFAULT_WORKERS = 132
 MOST_TILES = 2**28  # a million tokens square
 SIZES = {
-    "q-tiles": f"Q tiles of a sequence (default: as KV tiles, or {DEFAULT_TILES})",
-    "kv-tiles": "KV tiles of a sequence (default: as Q tiles)",
-    "seqlen": "tokens of a sequence, in place of tile counts",
-    "kv-seqlen": "key tokens, where they differ from --seqlen",
+    "q-tiles": f"Q tiles of a sequence (default: as many as KV tiles, or {DEFAULT_TILES})",
+    "kv-tiles": "KV tiles of a sequence (default: as many as Q tiles)",
+    "seqlen": "tokens of a sequence, instead of tile counts",
+    "kv-seqlen": "key tokens, if their number differs from --seqlen",
     "tile-q": f"query tokens of a tile, with --seqlen (default: {DEFAULT_TILE_Q})",
     "tile-kv": f"key tokens of a tile, with --seqlen (default: {DEFAULT_TILE_KV})",
 }
 COUNTS = {"heads": "KV heads", "group": "query heads per KV head", "batch": "sequences"}
-COSTS: dict[str, tuple[type, float, str]] = {
-    "compute": (float, 1.0, "compute time of a task"),
-    "reduce": (float, 0.3, "reduce time of a task"),
-    "overlap": (int, 0, "reduces that may go on behind computes"),
-    "latency": (float, 0.0, "least time between two reduces of a dQ tile"),
-    "startup": (float, 0.0, "time to start a chain"),
+COSTS: dict[str, tuple[Callable[[str], float], float, str]] = {
+    "compute": (number, 1.0, "compute time of a task"),
+    "reduce": (number, 0.3, "reduce time of a task"),
+    "overlap": (whole(0), 0, "reduces that may go on behind computes"),
+    "latency": (number, 0.0, "least time between two reduces of a dQ tile"),
+    "startup": (number, 0.0, "time to start a chain"),
 }
 WITH_RANKS: dict[str, Any] = {"sharding": "zigzag", "hop_latency": 10.0, "bandwidth": 400.0}  # what is taken if nothing is said
 ONLY_WITH_RANKS = (*WITH_RANKS, "heads_together", "execution", "model")
@@ -53,35 +58,36 @@ def _add_problem(group: Any) -> None:
     mask_help = f"{MASK_FORMS}; lengths in tokens with --seqlen, else in KV tiles (default: causal)"
     group.add_argument("--mask", default="causal", help=mask_help)
     for name, meaning in SIZES.items():
-        group.add_argument(f"--{name}", type=int, metavar="N", help=meaning)
+        group.add_argument(f"--{name}", type=whole(), metavar="N", help=meaning)
     for name, meaning in COUNTS.items():
-        group.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{meaning} (default: 1)")
+        group.add_argument(f"--{name}", type=whole(), default=1, metavar="N", help=f"{meaning} (default: 1)")
 
 
 def _add_machine(group: Any) -> None:
-    group.add_argument("--workers", type=int, metavar="N", help=f"workers, one per SM (default: {DEFAULT_WORKERS}, or the machine's)")
-    for name, (kind, default, meaning) in COSTS.items():
-        group.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "TIME", help=f"{meaning} (default: {default:g})")
+    group.add_argument("--workers", type=whole(), metavar="N", help=f"workers, one per SM (default: {DEFAULT_WORKERS}, or the machine's)")
+    for name, (read, default, meaning) in COSTS.items():
+        group.add_argument(f"--{name}", type=read, metavar="TIME" if read is number else "N", help=f"{meaning} (default: {default:g})")
     group.add_argument("--machine", metavar="FILE", help=f"a file that `dash-attn calibrate` wrote, or {', '.join(SHIPPED)}")
-    group.add_argument("--head-dim", type=int, metavar="N", help="whose constants of --machine, and what --measured runs (default: 128)")
+    head_dim_help = "which constants of --machine are meant, and what --measured runs (default: 128)"
+    group.add_argument("--head-dim", type=whole(), metavar="N", help=head_dim_help)
 
 
 def _add_ranks(group: Any) -> None:
-    group.add_argument("--ranks", type=int, metavar="P", help="how many share the sequence")
+    group.add_argument("--ranks", type=whole(), metavar="P", help="how many share the sequence")
     group.add_argument("--sharding", choices=SHARDINGS, help=f"who has which rows (default: {WITH_RANKS['sharding']})")
-    links = {"hop-latency": "microseconds from rank to rank, beside the transfer", "bandwidth": "GB per second that a rank can send"}
-    for name, meaning in links.items():
-        default = WITH_RANKS[name.replace("-", "_")]
-        group.add_argument(f"--{name}", type=float, metavar="N", help=f"{meaning} (default: {default:g})")
+    hop_help = f"microseconds from rank to rank, besides the transfer (default: {WITH_RANKS['hop_latency']:g})"
+    group.add_argument("--hop-latency", type=number, metavar="N", help=hop_help)
+    bandwidth_help = f"GB per second that a rank can send (default: {WITH_RANKS['bandwidth']:g})"
+    group.add_argument("--bandwidth", type=positive, metavar="N", help=bandwidth_help)
     group.add_argument("--execution", choices=EXECUTIONS, help="how a rank runs its units (default: show both)")
     together_help = "heads of one kind that a unit has side by side (default: as many as fill the workers)"
-    group.add_argument("--heads-together", type=int, metavar="N", help=together_help)
+    group.add_argument("--heads-together", type=whole(), metavar="N", help=together_help)
     model_help = f"every task, or units as blocks of work (default: tiles up to {MOST_TASKS_OF_TILES:,} tasks, else chunks)"
     group.add_argument("--model", choices=MODELS, help=model_help)
 
 
 def flag_of(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    return "--from" if name == "source" else f"--{name.replace('_', '-')}"  # `from` is a word of Python
 
 
 def refuse(arguments: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
@@ -104,13 +110,30 @@ def read_problem(arguments: argparse.Namespace) -> Problem:
     return problem
 
 
+def check_tasks(problem: Problem) -> None:
+    """Refuse before the work what is too large to simulate, and say what would fit."""
+    coarse = _with_larger_tiles(problem, 8)  # a map that is made quickly; where it keeps a whole tile, all 64 in it are kept
+    copies = problem.heads * problem.group * problem.batch
+    if 64 * np.count_nonzero(coarse.tile_map == FULL) * copies <= MOST_TASKS and problem.tasks <= MOST_TASKS:
+        return
+    smaller = _with_larger_tiles(problem, 2)
+    while smaller.tasks > MOST_TASKS and smaller.q_tiles * smaller.kv_tiles > 1:
+        smaller = _with_larger_tiles(smaller, 2)
+    fits = f": --tile-q {smaller.tile_q} --tile-kv {smaller.tile_kv} with --seqlen, or {smaller.q_tiles} x {smaller.kv_tiles} tiles"
+    raise ValueError(
+        f"more than {MOST_TASKS:,} tasks are too many to simulate."
+        f" Take fewer heads, or larger tiles{fits if smaller.tasks <= MOST_TASKS else ''}"
+    )
+
+
+def _with_larger_tiles(problem: Problem, factor: int) -> Problem:
+    return replace(problem, tile_q=factor * problem.tile_q, tile_kv=factor * problem.tile_kv)
+
+
 def _read_problem(arguments: argparse.Namespace) -> Problem:
     rest = {name: getattr(arguments, name) for name in COUNTS}
     if arguments.seqlen is None:
         refuse(arguments, ("kv_seqlen", "tile_q", "tile_kv"), "goes with --seqlen")
-        for name in ("q_tiles", "kv_tiles"):  # before one stands in for the other
-            if either(getattr(arguments, name), 1) < 1:
-                raise ValueError(f"{flag_of(name)} must be a whole number >= 1; got {getattr(arguments, name)}")
         q_tiles = either(arguments.q_tiles, either(arguments.kv_tiles, DEFAULT_TILES))
         return Problem.from_tiles(arguments.mask, q_tiles, either(arguments.kv_tiles, q_tiles), **rest)
     refuse(arguments, ("q_tiles", "kv_tiles"), "cannot be combined with --seqlen, which decides the tile counts")
@@ -122,11 +145,6 @@ def read_machine(arguments: argparse.Namespace) -> Machine:
     """Machine costs, calibrated or given. Also settles the workers. Comes before read_problem: tiles may be the machine's."""
     calibrated = _apply_calibration(arguments)
     arguments.workers = either(arguments.workers, DEFAULT_WORKERS)
-    for name in ("workers", "overlap"):
-        if (getattr(arguments, name) or 0) > MOST:
-            raise ValueError(f"--{name} must be at most {MOST}; got {getattr(arguments, name)}")
-    if arguments.workers < 1:
-        raise ValueError(f"workers must be a whole number >= 1; got {arguments.workers}")
     costs: dict[str, Any] = {name: either(getattr(arguments, name), default) for name, (_, default, _) in COSTS.items()}
     return calibrated or Machine(**costs)
 
@@ -149,9 +167,10 @@ def read_schedules(words: list[str]) -> list[str]:
     names: list[str] = []
     parts = [part.strip() for word in words for part in word.split(",")]
     for name in filter(None, parts):  # a comma may end a word: `a, b`
-        if name not in ("all", "auto", *GENERATORS):
-            raise ValueError(f"unknown schedule {name!r}; choose from all, auto, {', '.join(GENERATORS)}")
+        if name not in ("all", *SCHEDULES):
+            choices = ("all", *SCHEDULES)
+            raise ValueError(f"unknown schedule {name!r}; choose from {', '.join(choices)}{did_you_mean(name, choices)}")
         names += [n for n in (GENERATORS if name == "all" else (name,)) if n not in names]
     if not names:
-        raise ValueError(f"--schedule needs a name; choose from all, auto, {', '.join(GENERATORS)}")
+        raise ValueError(f"--schedule needs a name; choose from all, {', '.join(SCHEDULES)}")
     return names

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..tools.bench.shape import HOST_SUITE, PASSES, SUITES, Shape, choose
 from .device import GPU_BACKENDS, gpu_trouble
 from .files import check_folder
+from .parser import numbers, whole, words
 from .table import Report, print_report
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser, output: Path) -> None:
     parser.add_argument("--seqlens", type=numbers, metavar="N,N", help="these lengths instead of the suite's")
     parser.add_argument("--head-dims", type=numbers, metavar="N,N", help="these head dims instead of the suite's")
     parser.add_argument("--masks", type=words, metavar="NAME,NAME", help="these masks instead of the suite's")
-    parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help=f"timed runs of each kernel (default: {REPEATS})")
+    parser.add_argument("--repeats", type=whole(), default=REPEATS, metavar="N", help=f"timed runs of each kernel (default: {REPEATS})")
     passes_help = f"of {', '.join(PASSES)} (default: both)"
     parser.add_argument("--passes", type=words, default=PASSES, metavar="NAME,NAME", help=passes_help)
     parser.add_argument("--schedules", action="store_true", help="also time the backward of every schedule")
@@ -66,8 +67,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_options(arguments: argparse.Namespace) -> None:
-    if arguments.repeats < 1:
-        raise ValueError(f"--repeats must be at least 1; got {arguments.repeats}")
     if not set(arguments.passes) <= set(PASSES):
         raise ValueError(f"--passes takes {' and '.join(PASSES)}; got {', '.join(arguments.passes)}")
 
@@ -145,17 +144,3 @@ def require_gpu(backend: str) -> None:
     trouble = gpu_trouble(backend)
     if trouble is not None:
         raise ValueError(trouble)
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in words(text))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"whole numbers separated by commas; got {text!r}") from None
-
-
-def words(text: str) -> tuple[str, ...]:
-    found = tuple(word.strip() for word in text.split(",") if word.strip())
-    if not found:
-        raise argparse.ArgumentTypeError("at least one, separated by commas")
-    return found

@@ -1,16 +1,21 @@
 """`dash-attn calibrate`: measure what a task costs on this machine and write the constants that the simulator reads."""
 
+from __future__ import annotations
+
 import argparse
 import json
-import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..simulation.machines import Calibrated
 from .device import add_device, choose
-from .files import check_files
+from .files import check_files, say_written, write_text
+from .parser import numbers
 from .table import LONG_WORK, progress_bar
+
+if TYPE_CHECKING:
+    from ..tools.calibrate.measured import Device
 
 HELP = "fit the simulator's constants to this machine"
 TEXT = """Runs a few schedules of the attention backward, records when their tasks ran, and fits the constants of the simulator to
@@ -25,7 +30,7 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
-    parser.add_argument("--head-dims", metavar="N,N", help="head dims to calibrate (default: 64,128; 64 on the CPU)")
+    parser.add_argument("--head-dims", type=numbers, metavar="N,N", help="head dims to calibrate (default: 64,128; 64 on the CPU)")
     parser.add_argument("--output", type=Path, default=Path("machine.json"), metavar="FILE", help="default: machine.json")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw measured over predicted times, as .png or .svg")
     parser.add_argument("--plot-schedules", type=Path, metavar="FILE", help="draw the errors of the prediction, schedule by schedule")
@@ -47,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         prediction = read(arguments.source or arguments.output)
         for path, figure in pictures.items():
             write(path, partial(figure, prediction))
-            print(f"picture: {path}", file=sys.stderr)
+            say_written(path)
     return 0
 
 
@@ -57,7 +62,7 @@ def _measure(arguments: argparse.Namespace) -> None:
 
     device = choose(arguments)
     constants, tiles, rows = {}, {}, []
-    for head_dim in _head_dims(arguments.head_dims, device.tiles, (64,) if device.backend == "cpu" else (64, 128)):
+    for head_dim in _head_dims(arguments.head_dims, device):
         plan = CPU_SWEEP if device.backend == "cpu" else GPU_SWEEP
         with progress_bar(f"measuring, head dim {head_dim}", LONG_WORK) as progress:
             found, measured = calibrate(device, head_dim, plan, progress)
@@ -65,17 +70,16 @@ def _measure(arguments: argparse.Namespace) -> None:
         rows += measured
         _print(head_dim, found, measured)
     machine = Calibrated(device.name, device.backend, device.workers, constants, tiles)
-    arguments.output.write_text(json.dumps({**machine.to_json(), "measured": rows}, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {arguments.output}", file=sys.stderr)
+    write_text(arguments.output, json.dumps({**machine.to_json(), "measured": rows}, indent=1))
 
 
-def _head_dims(text: str | None, known: dict[int, Any], default: tuple[int, ...]) -> tuple[int, ...]:
-    if text is None:
-        return default
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or not all(word.isdecimal() and int(word) in known for word in words):
-        raise ValueError(f"--head-dims: some of {', '.join(map(str, known))}, separated by commas; got {text!r}")
-    return tuple(map(int, words))
+def _head_dims(asked: tuple[int, ...] | None, device: Device) -> tuple[int, ...]:
+    if asked is None:
+        return (64,) if device.backend == "cpu" else (64, 128)
+    if not set(asked) <= set(device.tiles):
+        taken, got = (", ".join(map(str, dims)) for dims in (device.tiles, asked))
+        raise ValueError(f"--head-dims takes {taken} on {device.name}; got {got}")
+    return asked
 
 
 def _print(head_dim: int, found: Any, rows: list[dict[str, Any]]) -> None:

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import NamedTuple
 
 from ..scheduling.generators import generate
-from ..scheduling.problem import Problem, whole_number
+from ..scheduling.problem import Problem
 from ..scheduling.ranks.sharding import Sharding
 from ..scheduling.ranks.share import heads_that_fill, share
 from ..scheduling.ranks.units import SharedSchedule
@@ -70,7 +70,7 @@ class PlannedRanks(NamedTuple):
             text = "Simulated task by task."
         else:
             asked = "" if self.arguments.model else f", because there are more than {MOST_TASKS_OF_TILES:,} tasks"
-            text = f"Simulated by the chunk model{asked}. It knows no hand-overs inside of a unit, so it is kinder than the tile model."
+            text = f"Simulated by the chunk model{asked}. It leaves out hand-overs inside a unit, so it is kinder than the tile model."
         return f"{text} Ring attention and Ulysses are models, shown at their best. Bytes are those of the rank that sends most."
 
     def _value(self, peers: list[PeerEstimate]) -> dict[str, object]:
@@ -107,11 +107,7 @@ def _read_cluster(arguments: argparse.Namespace) -> Cluster:
     if arguments.machine is None and all(getattr(arguments, name) is None for name in COSTS):
         arguments.machine = DEFAULT_MACHINE
     machine = read_machine(arguments)
-    head_dim = whole_number("head_dim", either(arguments.head_dim, DEFAULT_HEAD_DIM))
-    if not 0 <= arguments.hop_latency < float("inf"):
-        raise ValueError(f"--hop-latency must be a finite number >= 0; got {arguments.hop_latency:g}")
-    if not arguments.bandwidth > 0:
-        raise ValueError(f"--bandwidth must be a number > 0; got {arguments.bandwidth:g}")
+    head_dim = either(arguments.head_dim, DEFAULT_HEAD_DIM)
     return Cluster(machine, arguments.workers, arguments.hop_latency, arguments.bandwidth, Widths(head_dim, head_dim))
 
 

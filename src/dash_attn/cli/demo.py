@@ -12,6 +12,7 @@ from ..simulation.simulate import Machine
 from .arguments import read_schedules
 from .device import choose_device
 from .files import check_folder, check_picture
+from .parser import whole
 from .plan import report_of, simulate_all
 from .table import print_report
 
@@ -32,13 +33,11 @@ SHOWN = re.compile(r"blocks\.\d+\.(attention|mlp)|head")  # modules in the pictu
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, default=Path("demo-output"), metavar="DIR", help="where pictures go (default: demo-output)")
-    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"training steps (default: {STEPS})")
+    parser.add_argument("--steps", type=whole(), default=STEPS, metavar="N", help=f"training steps (default: {STEPS})")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train (default: auto)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.steps < 1:
-        raise ValueError(f"--steps must be at least 1; got {arguments.steps}")
     check_folder("--output", arguments.output)
     for picture in (PICTURE, PICTURE_OF_RUNS) if arguments.output.is_dir() else ():
         check_picture("--output", arguments.output / picture)

@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from .parser import whole
+
 if TYPE_CHECKING:
     from ..tools.calibrate.measured import Device
-
 
 GPU_BACKENDS = ("auto", "hopper", "triton")
 BACKENDS = (*GPU_BACKENDS, "cpu")  # as in call/options.py, which takes a second to import
@@ -16,7 +17,7 @@ BACKENDS = (*GPU_BACKENDS, "cpu")  # as in call/options.py, which takes a second
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a Hopper GPU if there is one, else cpu")
-    parser.add_argument("--threads", type=int, metavar="N", help="worker threads on the CPU (default: one per processor)")
+    parser.add_argument("--threads", type=whole(), metavar="N", help="worker threads on the CPU (default: one per processor)")
 
 
 def choose(arguments: argparse.Namespace) -> Device:

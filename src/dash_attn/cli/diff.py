@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from .parser import whole
+from .table import aligned
+
 if TYPE_CHECKING:
     from ..ledgers.comparing import Comparison, FirstDifference
 
@@ -30,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("b", metavar="B", help="the run to compare it with")
     partial_help = "a run that is shorter, or has less detail, may agree (exit code 0): a job that runs, a window recorded again"
     parser.add_argument("--partial", action="store_true", help=partial_help)
-    parser.add_argument("--rank", type=int, metavar="N", help="compare this rank alone; the verdict is of it alone, too")
+    parser.add_argument("--rank", type=whole(0), metavar="N", help="compare this rank alone; the verdict is of it alone, too")
     parser.add_argument("--first", action="store_true", help="stop at the first difference: quicker, and later steps are not counted")
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON, errors too")
 
@@ -165,7 +168,5 @@ def entry_in_words(first: FirstDifference) -> str:
 
 def _print(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     """Flush left: the cells are words. The last column is not cut off, so that nothing is hidden in a pipe."""
-    lines = [columns, *rows] if any(columns) else list(rows)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    for line in aligned([columns, *rows] if any(columns) else rows, flush_left=True):
+        print(f"  {line.rstrip()}")

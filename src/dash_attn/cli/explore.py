@@ -2,12 +2,11 @@
 
 import argparse
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import Any, NoReturn
+from typing import Any
 
 from ..errors import ScheduleError
 from ..masks import MASK_FORMS
@@ -21,13 +20,14 @@ from ..viewing.explore.server import Answering, PageServer, Watch, saved_page, s
 from ..viewing.words import FIGURES
 from .arguments import add_question, flag_of, read_machine, read_problem, read_schedules
 from .cluster import plan_ranks
-from .files import check_files
+from .files import check_files, write_text
+from .parser import Parser, whole
 from .plan import plan
 from .table import watched_by
 
 HELP = "look at schedules, or at where two runs part, on a local page"
 TEXT = (
-    "Serves a page to this machine on which schedules can be looked at. It takes the arguments of `dash-attn plan`."
+    "Serves a page, to this machine alone, that shows schedules. It takes the arguments of `dash-attn plan`."
     " With --ledgers it shows where two training runs part."
 )
 EXAMPLES = """examples:
@@ -52,22 +52,20 @@ Options = Mapping[str, Any]  # names of arguments, without dashes in front, to t
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_question(parser, SCHEDULES_HELP)
-    ledgers_help = "show where two runs part, by their ledgers, in place of schedules"
+    ledgers_help = "show where two runs part, by their ledgers, instead of schedules"
     parser.add_argument("--ledgers", nargs=2, metavar=("A", "B"), help=ledgers_help)
-    parser.add_argument("--port", type=int, default=0, metavar="N", help="where to listen on 127.0.0.1 (default: any free port)")
+    port_help = "where to listen on 127.0.0.1 (default: any free port)"
+    parser.add_argument("--port", type=whole(0, 2**16 - 1), default=0, metavar="N", help=port_help)
     parser.add_argument("--open", action="store_true", help="also open the page in a browser")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write one self-contained page in place of serving it")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write one self-contained page instead of serving it")
 
 
 def run(arguments: argparse.Namespace) -> int:
     check_files(arguments, "save")
-    if not 0 <= arguments.port < 2**16:
-        raise ValueError(f"--port must be a number from 0 to 65535; got {arguments.port}")
     make_page, answering = _page_of_ledgers(arguments) if arguments.ledgers is not None else _page_of_schedules(arguments)
     if arguments.save is None:
         return _serve(arguments, make_page, answering)
-    arguments.save.write_text(make_page(), encoding="utf-8")
-    print(f"wrote {arguments.save}", file=sys.stderr)
+    write_text(arguments.save, make_page())
     return 0
 
 
@@ -116,15 +114,12 @@ def start_of_form(options: Options, machine: str | None = None) -> dict[str, Any
     return {"options": dict(options), "choices": choices, "masks": MASK_FORMS, "help": help_of, "schedules": IDEAS}
 
 
-class _Parser(argparse.ArgumentParser):
-    """Of what a page asks. Raises where that of the command would end the process."""
+class _Parser(Parser):
+    """Of what a page asks."""
 
     def __init__(self) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
         add_question(self, SCHEDULES_HELP)
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
 
 
 def _usual() -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Files that a command will write are looked at before any work, because nobody wants to hear of a typo an hour later."""
 
 import argparse
+import sys
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -41,6 +42,15 @@ def check_picture(flag: str, path: Path) -> None:
     check_format(path, f"{flag}: a picture")
     check_file(flag, path)
     import_module("matplotlib")
+
+
+def write_text(path: Path, text: str) -> None:
+    path.write_text(text + "\n", encoding="utf-8")
+    say_written(path)
+
+
+def say_written(path: Path) -> None:
+    print(f"wrote {path}", file=sys.stderr)
 
 
 def check_folder(flag: str, path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from .. import __version__
 from ..viewing.words import complaint
 from . import bench, calibrate, demo, diff, doctor, explore, plan, verify
+from .parser import Parser
 
 BAD_INPUT = 2
 COMMANDS: tuple[Any, ...] = (plan, explore, demo, bench, calibrate, doctor, verify, diff)
@@ -16,12 +17,15 @@ COMMANDS: tuple[Any, ...] = (plan, explore, demo, bench, calibrate, doctor, veri
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
+    parser = _parser()
+    if not words:
+        parser.print_help(sys.stderr)
+        return BAD_INPUT
     try:
-        arguments = _parser().parse_args(words)
-    except SystemExit as exit:
-        if exit.code == BAD_INPUT and words[:1] == ["diff"] and "--json" in words:
-            diff.print_error(f"wrong arguments: {' '.join(words)}")
-        raise
+        arguments = parser.parse_args(words)
+    except ValueError as error:
+        as_json = words[0] == "diff" and "--json" in words
+        return diff.print_error(str(error)) if as_json else _complain(str(error))
     try:
         status: int = arguments.run(arguments)
         sys.stdout.flush()
@@ -46,7 +50,7 @@ def _complain(message: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dash-attn", description="Schedules for bitwise reproducible attention training.")
+    parser = Parser(prog="dash-attn", description="Schedules for bitwise reproducible attention training.")
     parser.add_argument("--version", action="version", version=f"dash-attn {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in COMMANDS:

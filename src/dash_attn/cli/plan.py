@@ -6,23 +6,33 @@ cluster.py does so for several ranks that share a sequence.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ScheduleError
-from ..scheduling.generators import generate
+from ..scheduling.generators import choice_of_auto, generate
 from ..scheduling.problem import Problem
 from ..scheduling.schedule import Schedule
 from ..simulation.simulate import Machine, Timeline, simulate
 from ..viewing.task_times import MICROSECONDS, Recorded, TaskTimes, times_of
 from ..viewing.words import counted, describe_machine, describe_problem, figures_of, label_of
-from .arguments import COSTS, ONLY_WITH_RANKS, add_question, either, flag_of, read_machine, read_problem, read_schedules, refuse
+from .arguments import (
+    COSTS,
+    ONLY_WITH_RANKS,
+    add_question,
+    check_tasks,
+    either,
+    flag_of,
+    read_machine,
+    read_problem,
+    read_schedules,
+    refuse,
+)
 from .cluster import plan_ranks
 from .device import choose
-from .files import check_files
+from .files import check_files, say_written, write_text
 from .table import Refusals, Report, print_report, progress_bar
 
 if TYPE_CHECKING:
@@ -44,7 +54,7 @@ FILES = ("gantt", "trace", "save")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_question(parser, "one or more names, separated by spaces or commas; auto; or all (default; with --ranks: auto)")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument("--gantt", type=Path, metavar="FILE", help="draw workers (or ranks) over time, as .png or .svg")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the schedule itself as JSON (one schedule)")
@@ -74,7 +84,7 @@ def _run_ranks(arguments: argparse.Namespace) -> int:
         from ..viewing.gantt_ranks import gantt_of_ranks
 
         gantt_of_ranks(planned.runs, arguments.gantt, "\n".join(planned.title))
-        print(f"wrote {arguments.gantt}", file=sys.stderr)
+        say_written(arguments.gantt)
     return 0
 
 
@@ -116,7 +126,7 @@ class Planned(NamedTuple):
         return [describe_problem(self.problem, self.mask), describe_machine(self.machine, self.workers)]
 
 
-def plan(arguments: argparse.Namespace, names: list[str], check: Callable[[Problem], None] = lambda problem: None) -> Planned:
+def plan(arguments: argparse.Namespace, names: list[str], check: Callable[[Problem], None] = check_tasks) -> Planned:
     """Run what the arguments ask for. `check` may refuse the problem before the work."""
     refuse(arguments, ONLY_WITH_RANKS, "goes with --ranks")
     if arguments.measured:
@@ -165,7 +175,8 @@ def _read_measured(arguments: argparse.Namespace) -> tuple[Device, Problem]:
             raise ValueError(f"{flag_of(name)} is {size} in the kernel that is measured; got {getattr(arguments, name)}")
         setattr(arguments, name, size)
     if arguments.workers not in (None, device.workers):
-        raise ValueError(f"--workers: {device.name} has {device.workers} workers; got {arguments.workers} (on the CPU: --threads)")
+        how = ", which --threads chooses" if device.backend == "cpu" else ""
+        raise ValueError(f"--measured runs on the {device.workers} workers of {device.name}{how}; got --workers {arguments.workers}")
     arguments.workers = device.workers
     return device, read_problem(arguments)
 
@@ -186,7 +197,7 @@ def _measure_all(names: list[str], arguments: argparse.Namespace, device: Device
 
 
 def report_of(planned: Planned) -> Report:
-    problem, auto_order = planned.problem, _auto_order(planned.problem, planned.workers)
+    problem, auto_choice = planned.problem, choice_of_auto(planned.problem).__name__
     about, machine = planned.title
     header = f"{about}: {counted(problem.tasks, 'task')} in {counted(problem.chains, 'chain')}\n{machine}"
     makespans = [run.timeline.makespan for run in planned.runs]
@@ -195,23 +206,16 @@ def report_of(planned: Planned) -> Report:
     notes += [f"  {name}: {why}" for name, why in refused]
     if planned.device is not None:
         notes += [run.beside(planned.device) for run in planned.runs]
-    rows = [_row(run.name, run.timeline, auto_order) for run in planned.runs]
+    rows = [_row(run.name, run.timeline, auto_choice) for run in planned.runs]
     values = _values(planned)
     value = values[0] if len(values) + len(refused) == 1 else values
     return Report(header, COLUMNS, rows, [makespan == min(makespans) for makespan in makespans], notes, value, refused)
 
 
-def _auto_order(problem: Problem, workers: int) -> str | None:
-    """The order that `auto` would pick; its row is marked."""
-    try:
-        return generate("auto", problem, workers).name
-    except ScheduleError:
-        return None
-
-
-def _row(asked: str, timeline: Timeline, auto_order: str | None) -> tuple[str, ...]:
+def _row(asked: str, timeline: Timeline, auto_choice: str) -> tuple[str, ...]:
+    """What `auto` would choose is marked."""
     label, figures = label_of(asked, timeline.schedule.name), figures_of(timeline)
-    return f"{label} (auto)" if label == auto_order else label, *(figures[name] for name in COLUMNS[1:])
+    return f"{label} (auto)" if label == auto_choice else label, *(figures[name] for name in COLUMNS[1:])
 
 
 def _values(planned: Planned) -> list[dict[str, Any]]:
@@ -220,7 +224,7 @@ def _values(planned: Planned) -> list[dict[str, Any]]:
     sizes = {"mask": planned.mask, "q_tiles": problem.q_tiles, "kv_tiles": problem.kv_tiles, "heads": problem.heads}
     names = ("makespan", "lower_bound", "gap", "utilization", "stalled")
     return [
-        {"schedule": run.name, **sizes, "workers": planned.workers, "tasks": problem.tasks}
+        {"asked": run.name, "schedule": run.timeline.schedule.name, **sizes, "workers": planned.workers, "tasks": problem.tasks}
         | {key: int(value) if float(value := getattr(run.timeline, key)).is_integer() else value for key in names}
         | ({} if run.measured is None else {"measured": run.measured.makespan})
         for run in planned.runs
@@ -234,6 +238,7 @@ def _write_files(arguments: argparse.Namespace, planned: Planned) -> None:
         from ..viewing.gantt import gantt
 
         gantt([panel for run in runs for panel in run.panels()], arguments.gantt, "\n".join(planned.title))
+        say_written(arguments.gantt)
     if arguments.trace is not None:
         from ..viewing.trace import write_trace
 
@@ -241,8 +246,6 @@ def _write_files(arguments: argparse.Namespace, planned: Planned) -> None:
         traced += [Recorded(run.timeline.schedule, run.measured) for run in runs if run.measured is not None]
         with progress_bar("writing the trace", planned.problem.tasks * len(traced)) as progress:
             write_trace(traced, arguments.trace, progress)
+        say_written(arguments.trace)
     if arguments.save is not None:
-        arguments.save.write_text(runs[0].timeline.schedule.to_json() + "\n", encoding="utf-8")
-    for name in FILES:
-        if (path := getattr(arguments, name)) is not None:
-            print(f"wrote {path}", file=sys.stderr)
+        write_text(arguments.save, runs[0].timeline.schedule.to_json())

@@ -1,15 +1,18 @@
-"""What a command found as a table, rich where it is installed, aligned text elsewhere; or as JSON. Before that, how far it has come."""
+"""What a command found, as a table or as JSON. Before that, how far it has come."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Literal, NamedTuple
+from shutil import get_terminal_size
+from typing import Any, NamedTuple
 
 from ..scheduling.engine import Progress
 
 PIPE_WIDTH = 400  # a pipe or file has no width; nothing may be cut off there
+BEST = "\033[1;32m{}\033[0m"  # bold and green
 LONG_WORK = 200_000  # tasks: about a second
 Refusals = list[tuple[str, str]]  # who cannot serve a problem, and why
 
@@ -32,39 +35,34 @@ def print_report(report: Report, as_json: bool = False) -> None:
             print(f"dash-attn: {name} cannot serve this problem: {why}", file=sys.stderr)
         print(json.dumps(report.value, indent=2))
         return
-    try:
-        _print_rich(report)
-    except ModuleNotFoundError:
-        _print_plain(report)
-    for note in report.notes:
+    print(report.header)
+    for lines in _blocks([tuple(report.columns), *report.rows]):
+        print()
+        for line, best in zip(lines, [False, *report.best], strict=True):
+            print(BEST.format(line) if best and _in_colour() else line)
+    for note in ("", *report.notes) if report.notes else ():
         print(note)
 
 
-def _print_rich(report: Report) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
-    console.print(Text(report.header))
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for place, column in enumerate(report.columns):
-        justify: Literal["left", "right"] = "right" if place else "left"
-        table.add_column(column.replace(" ", "\n"), justify=justify, no_wrap=True, vertical="bottom")
-    for row, is_best in zip(report.rows, report.best, strict=True):
-        table.add_row(*map(Text, row), style="bold green" if is_best else "")
-    console.print(table)
+def _blocks(rows: Sequence[Sequence[str]]) -> Iterator[list[str]]:
+    """Lines. On a narrow terminal the columns come in several blocks, each behind the first column: no number is cut off."""
+    width = get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH
+    first, *left = zip(*rows, strict=True)
+    while left:
+        count = next((n for n in range(len(left), 1, -1) if len(aligned([*zip(first, *left[:n], strict=True)])[0]) <= width), 1)
+        yield aligned([*zip(first, *left[:count], strict=True)])
+        del left[:count]
 
 
-def _print_plain(report: Report) -> None:
-    print(report.header)
-    widths = [max(map(len, column)) for column in zip(report.columns, *report.rows, strict=True)]
-    for row in (tuple(report.columns), *report.rows):
-        first, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        print("  ".join([first.strip().ljust(widths[0]), *others]))
+def aligned(rows: Sequence[Sequence[str]], flush_left: bool = False) -> list[str]:
+    """Cells below each other: names flush left, and numbers right unless said otherwise."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.ljust, *[str.ljust if flush_left else str.rjust] * (len(widths) - 1)]
+    return ["  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)) for row in rows]
+
+
+def _in_colour() -> bool:
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
 _watch: ContextVar[Callable[[str], Progress] | None] = ContextVar("_watch", default=None)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..masks import MASK_FORMS
 from .device import BACKENDS, choose_served
-from .files import check_files
+from .files import check_files, write_text
+from .parser import numbers, whole
 from .table import LONG_WORK, progress_bar
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ SHAPE = ("seqlen", "heads", "kv_heads", "head_dim", "batch", "mask", "dtype", "s
 HELP = "test on this machine that bits do not change; write a certificate"
 TEXT = """Runs attention again and again and compares every bit: repeated, interleaved differently, beside other work, in other batches,
 through a cache token by token, in fresh processes that compile everything anew. Memory is poisoned before every run.
-Exit code 0: all bits agree, those of the controls do not; 1: otherwise."""
+Exit code 0: all bits agree, and those of the controls differ; 1: otherwise."""
 EXAMPLES = """examples:
   dash-attn verify --output here.json
   dash-attn verify --against here.json
@@ -35,12 +36,15 @@ EXAMPLES = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_shape(parser.add_argument_group("shape", "any of these replaces the default matrix by one case"))
     runs_help = f"runs of each case (default: {RUNS['cpu']} on the CPU, {RUNS['cuda']} on a GPU)"
-    parser.add_argument("--runs", type=int, metavar="N", help=runs_help)
+    parser.add_argument("--runs", type=whole(2), metavar="N", help=runs_help)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU that a backend serves, else cpu")
     backend_help = "which kernels to test (default: auto, as calls choose it)"
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help=backend_help)
-    ranks_help = "also share each sequence between as many ranks, which one process plays: the bits must be those of one rank"
-    parser.add_argument("--ranks", metavar="N,N,...", help=f"{ranks_help}. The default cases are then longer, so that chunks of it fit")
+    ranks_help = (
+        "also share each sequence between as many ranks, which one process plays: the bits must be those of one rank."
+        " The default cases are then longer, so that chunks of it fit"
+    )
+    parser.add_argument("--ranks", type=_ranks, default=(), metavar="N,N,...", help=ranks_help)
     parser.add_argument("--no-fresh", dest="fresh", action="store_false", help="do not compare with fresh processes")
     parser.add_argument("--json", action="store_true", help="print the certificate instead of the table")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the certificate to a file")
@@ -49,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_shape(group: Any) -> None:
     for name in ("seqlen", "heads", "kv-heads", "head-dim", "batch"):
-        group.add_argument(f"--{name}", type=int, metavar="N")
+        group.add_argument(f"--{name}", type=whole(), metavar="N")
     group.add_argument("--mask", help=f"{MASK_FORMS}; lengths in tokens")
     group.add_argument("--dtype", help="fp64, fp32, bf16 or fp16 (GPU: bf16, fp16; fp32 with backend triton)")
     group.add_argument(
@@ -60,22 +64,21 @@ def _add_shape(group: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from ..tools.verify.certificate import differences, read, refuse_failed, status_of, table, verify
 
-    if arguments.runs is not None and arguments.runs < 2:
-        raise ValueError(f"--runs must be at least 2; got {arguments.runs}")
     check_files(arguments, "output", read="against")
     theirs = read(arguments.against) if arguments.against else None
     if theirs is not None:
         refuse_failed(theirs, arguments.against)
     device = choose_served(arguments.device)
+    if device == "cpu" and arguments.backend in ("hopper", "triton"):
+        raise ValueError(f"--backend {arguments.backend} needs a GPU, and this would run on the CPU (--device)")
     runs = RUNS[device] if arguments.runs is None else arguments.runs
-    ranks = _read_ranks(arguments.ranks)
-    cases = _choose_cases(arguments, device, theirs, ranks)
+    cases = _choose_cases(arguments, device, theirs)
     with progress_bar("verifying", LONG_WORK) as progress:  # always long enough to be worth a bar
-        certificate = verify(cases, device, runs, arguments.fresh, progress, ranks, arguments.backend)
+        certificate = verify(cases, device, runs, arguments.fresh, progress, arguments.ranks, arguments.backend)
     differing = differences(certificate, theirs) if theirs else []
     text = json.dumps(certificate, indent=2)
     if arguments.output:
-        arguments.output.write_text(text + "\n", encoding="utf-8")
+        write_text(arguments.output, text)
     print(text if arguments.json else table(certificate))
     if theirs:
         _print_comparison(differing, theirs, arguments)
@@ -92,18 +95,14 @@ def _print_comparison(differing: list[str], theirs: Certificate, arguments: argp
     print("\n".join(lines), file=sys.stderr if arguments.json else sys.stdout)
 
 
-def _read_ranks(text: str | None) -> tuple[int, ...]:
-    if text is None:
-        return ()
-    words = text.split(",")
-    if not all(word.strip().isdecimal() and 0 < int(word) < 1000 for word in words):
-        raise ValueError(f"--ranks takes numbers of ranks, from 1 to 999, like 1,2,4; got {text!r}")
-    if max(map(int, words)) == 1:
-        raise ValueError(f"--ranks needs a number above 1: one rank alone shares nothing; got {text!r}")
-    return tuple(sorted(set(map(int, words))))
+def _ranks(text: str) -> tuple[int, ...]:
+    found = tuple(sorted(set(numbers(text))))
+    if not 1 < found[-1] < 1000:
+        raise argparse.ArgumentTypeError(f"must have a number from 2 to 999, like 1,2,4: one rank alone shares nothing; got {text!r}")
+    return found
 
 
-def _choose_cases(arguments: argparse.Namespace, device: str, theirs: Certificate | None, ranks: tuple[int, ...]) -> tuple[Case, ...]:
+def _choose_cases(arguments: argparse.Namespace, device: str, theirs: Certificate | None) -> tuple[Case, ...]:
     from ..tools.verify.cases import cases_to_share, default_case, default_cases
     from ..tools.verify.certificate import cases_of
 
@@ -117,7 +116,7 @@ def _choose_cases(arguments: argparse.Namespace, device: str, theirs: Certificat
         return (replace(base, **given),)
     if theirs:
         return cases_of(theirs)
-    return cases_to_share(device, ranks) if ranks else default_cases(device)
+    return cases_to_share(device, arguments.ranks) if arguments.ranks else default_cases(device)
 
 
 def _read_schedule(name: str) -> str:

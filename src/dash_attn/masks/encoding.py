@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import did_you_mean
 from .boolean_mask import BooleanMask, TilePattern
 from .rules import EMPTY, FULL, Causal, Documents, Full, Mask, Prefix, TileMap, Window, check_mask
 
@@ -42,8 +43,10 @@ def parse_mask(text: str, unit: int = 1) -> Mask:
         numbers = [int(number) for number in argument.split(",")] if argument else []
     except ValueError:
         raise ValueError(f"mask {text!r}: lengths must be whole numbers; masks are written {MASK_FORMS}") from None
-    if word not in FORMS or not FORMS[word].takes(numbers):
-        raise ValueError(f"unknown mask {text!r}; masks are written {MASK_FORMS}")
+    if word not in FORMS:
+        raise ValueError(f"unknown mask {text!r}; masks are written {MASK_FORMS}{did_you_mean(word, FORMS)}")
+    if not FORMS[word].takes(numbers):
+        raise ValueError(f"mask {text!r} is written {word}{FORMS[word].usage}")
     return FORMS[word].make(*(number if number < 0 else number * unit for number in numbers))
 
 

@@ -155,7 +155,8 @@ class Documents(IntervalMask):
     def check(self, q_len: int, kv_len: int) -> None:
         total = sum(self.lengths)
         if q_len != kv_len or total != q_len:
-            raise ValueError(f"documents need q_len == kv_len == sum of the document lengths ({total}); got q_len={q_len}, kv_len={kv_len}")
+            needed = f"documents need as many queries as keys, the sum of the document lengths ({total})"
+            raise ValueError(f"{needed}; got {q_len} queries and {kv_len} keys")
 
     def row_bounds(self, rows: Ints, q_len: int, kv_len: int) -> Bounds:
         ends = np.array(list(accumulate(self.lengths)), dtype=np.int64)
@@ -179,7 +180,7 @@ class Prefix(IntervalMask):
 
     def check(self, q_len: int, kv_len: int) -> None:
         if self.length > kv_len:
-            raise ValueError(f"prefix length must be at most kv_len={kv_len}; got {self.length}")
+            raise ValueError(f"prefix length must be at most the number of keys, {kv_len}; got {self.length}")
 
     def row_bounds(self, rows: Ints, q_len: int, kv_len: int) -> Bounds:
         return np.zeros_like(rows), np.maximum(rows + (kv_len - q_len) + 1, self.length)

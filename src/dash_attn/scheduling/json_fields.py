@@ -45,13 +45,13 @@ def read_json_file(path: Path, what: str) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is no {what}: it is not JSON, not even text") from None
+        raise ValueError(f"{path} is not a {what}: it is not JSON, not even text") from None
     except OSError as error:
         raise ValueError(f"cannot read the {what} {path}: {error.strerror or error}") from None
     try:
         return _parse(text)
     except ValueError as error:
-        raise ValueError(f"{path} is no {what}: it is not JSON ({error})") from None
+        raise ValueError(f"{path} is not a {what}: it is not JSON ({error})") from None
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

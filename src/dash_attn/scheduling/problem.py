@@ -95,11 +95,9 @@ class Problem:
         tokens = math.lcm(q_tiles, kv_tiles)
         tokens *= -(-64 // min(tokens // q_tiles, tokens // kv_tiles))  # tiles of at least 64 rows, as on a GPU
         tile_q, tile_kv = tokens // q_tiles, tokens // kv_tiles
-        try:
-            made = parse_mask(mask, unit=tile_kv) if isinstance(mask, str) else TileMap(mask, tile_q, tile_kv)
-            made.check(tokens, tokens)
-        except ValueError as error:
-            raise ValueError(f"{error} (in tokens: here a KV tile is {tile_kv} tokens)") from None
+        if isinstance(mask, str):
+            parse_mask(mask).check(kv_tiles, kv_tiles)  # in KV tiles, so that errors have the lengths that were given
+        made = parse_mask(mask, unit=tile_kv) if isinstance(mask, str) else TileMap(mask, tile_q, tile_kv)
         return cls(made, tokens, tokens, tile_q, tile_kv, **rest)
 
     @property

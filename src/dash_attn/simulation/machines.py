@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..errors import did_you_mean
 from ..scheduling.json_fields import as_number, as_object, as_text, as_whole, as_wholes, read_fields, read_json_file, shortened
 from ..scheduling.problem import Problem, whole_number
 from .simulate import Machine
@@ -97,12 +98,13 @@ def load_machine(word: str) -> Calibrated:
         return SHIPPED[word.lower()]
     path = Path(word)
     if not path.is_file():
-        raise ValueError(f"unknown machine {word!r}: name a file that `dash-attn calibrate` wrote, or one of {', '.join(SHIPPED)}")
+        choices = f"name a file that `dash-attn calibrate` wrote, or one of {', '.join(SHIPPED)}"
+        raise ValueError(f"unknown machine {word!r}: {choices}{did_you_mean(word, SHIPPED)}")
     value = read_json_file(path, "machine file")
     try:
         return Calibrated.from_json(value)
     except ValueError as error:
-        raise ValueError(f"{path} is no machine file: {error}") from error
+        raise ValueError(f"{path} is not a machine file: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -77,8 +77,9 @@ def _mark(axes: Any, spans: TaskTimes, slowest: TaskTimes, crisp: bool) -> None:
             axes.axvline(spans.lower_bound, color="white", lw=2.6, alpha=0.9, zorder=4)
         axes.axvline(spans.lower_bound, color=BOUND, lw=1.8, ls=(0, (4, 2)), zorder=6)
     saved = slowest.makespan - spans.makespan
-    if saved > 0.12 * slowest.makespan:
-        text = f"{slowest.makespan / spans.makespan:.2f}x as fast\nas {slowest.name}"
+    text = f"{slowest.makespan / spans.makespan:.2f}x as fast\nas {slowest.name}" if saved else ""
+    room = saved / axes.get_xlim()[1] * FIGURE_WIDTH * PLOT_SHARE * 72  # points on paper
+    if saved > 0.12 * slowest.makespan and room > GLYPH * 12 * max(map(len, text.splitlines())):
         axes.text(spans.makespan + saved / 2, 0.5, text, transform=axes.get_xaxis_transform(), ha="center", va="center", fontsize=12)
 
 

@@ -339,7 +339,7 @@ def test_it_prints_as_a_table() -> None:
         ({"group": 3, "ulysses": 2}, "ulysses must divide the number of ranks"),
         ({"sharding": "striped"}, "unknown sharding 'striped'"),
         ({"sharding": Sharding((256, 384), (0, 1))}, "a rank of this sharding has 256 or 384 of the 640 rows.*; got 512 queries"),
-        ({"group": 5, "sharding": "contiguous", "mask": Documents((2500,))}, "documents need q_len == kv_len == sum"),
+        ({"group": 5, "sharding": "contiguous", "mask": Documents((2500,))}, "documents need as many queries as keys, the sum"),
         ({"cu_seqlens": (0, 1000)}, "end with the 1024 rows of all ranks together"),
         ({"dropout_p": 0.1}, "ranks that share a sequence must drop the same pairs, .*: give dropout_seed"),
         ({"backend": "auto"}, "say which one to explain"),

@@ -5,6 +5,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from ...errors import did_you_mean
 from ...masks import EMPTY, Causal, Window
 from ..problem import Problem
 from ..schedule import GENERATED_BY, Schedule
@@ -15,18 +16,23 @@ from .one_kind import ascending, descending, spt
 from .shift import largest_block, shift, shift_blocks, symmetric_shift
 from .weave import weave
 
+Generator = Callable[[Problem, int], Schedule]
 FEW_KV_TILES = 8  # too few for more than one circle, which is slower to start than chains that follow each other (H200, head dim 64)
 
 
 def auto(problem: Problem, workers: int) -> Schedule:
     """The order from the problem alone, so that every machine gives the same bits; only the placement sees the machine."""
+    return choice_of_auto(problem)(problem, workers)
+
+
+def choice_of_auto(problem: Problem) -> Generator:
     if problem.kept.all():  # as one circle, or as several of many chains
         in_circles = problem.kv_tiles > FEW_KV_TILES or 1 < problem.kv_tiles <= largest_block(problem.q_tiles)
-        return (shift_blocks if in_circles else alternating)(problem, workers)
+        return shift_blocks if in_circles else alternating
     # Neighbours of a band that ends on the right follow each other as on a causal mask. (Packed batches, which are planned
     # on the device, know this order and no other for windows.)
     is_window_on_the_past = isinstance(problem.mask, Window) and problem.mask.right >= 0
-    return (alternating if is_window_on_the_past or _keeps_causal_tiles(problem) else weave)(problem, workers)
+    return alternating if is_window_on_the_past or _keeps_causal_tiles(problem) else weave
 
 
 def _keeps_causal_tiles(problem: Problem) -> bool:
@@ -34,8 +40,6 @@ def _keeps_causal_tiles(problem: Problem) -> bool:
     causal = Causal().tile_map(problem.q_len, problem.kv_len, problem.tile_q, problem.tile_kv)
     return bool(np.array_equal(problem.kept, causal != EMPTY))
 
-
-Generator = Callable[[Problem, int], Schedule]
 
 _ALL = (ascending, descending, spt, shift, shift_blocks, symmetric_shift, alternating, arrival, weave)
 GENERATORS: dict[str, Generator] = {generator.__name__: generator for generator in _ALL}
@@ -67,7 +71,7 @@ def generate(name: str, problem: Problem, workers: int) -> Schedule:
         except TooFewWorkers as error:  # in one line: details are for those who write a schedule
             raise TooFewWorkers(f"auto (here {error.name})", error.needed, error.workers) from None
     if name not in GENERATORS:
-        raise ValueError(f"unknown schedule {name!r}; choose from {', '.join(SCHEDULES)}")
+        raise ValueError(f"unknown schedule {name!r}; choose from {', '.join(SCHEDULES)}{did_you_mean(name, SCHEDULES)}")
     return GENERATORS[name](problem, workers)
 
 

@@ -38,7 +38,7 @@ class CutTile(ValueError):
 class Sharding:
     """Chunk i of a sequence is `lengths[i]` rows that follow each other. Rank `owners[i]` has it.
 
-    `zigzag` and `contiguous` make the usual ones, with chunks of one length. Other lengths are for sequences that those do not fit.
+    `zigzag` and `contiguous` make the usual ones, with chunks of equal length. Other lengths are for sequences that those do not fit.
     One rank alone has chunks of queries; its keys may be of another length.
     """
 
@@ -97,7 +97,7 @@ class Sharding:
         chunks = len(owners)
         if whole_number("rows", rows) % chunks:
             raise ValueError(
-                f"{name} sharding of {max(owners) + 1} ranks has {chunks} chunks of one length; {rows} rows cannot be dealt so"
+                f"{name} sharding of {max(owners) + 1} ranks has {chunks} chunks of equal length; {rows} rows cannot be dealt so"
                 f" (but {_around(rows, chunks)} can). A Sharding with lengths of its own can"
             )
         return cls((rows // chunks,) * chunks, owners)
@@ -157,12 +157,12 @@ class Sharding:
             )
 
     def that_fit(self, unit: int) -> str:
-        """For errors: sequences whose chunks of one length are multiples of as many rows."""
+        """For errors: sequences whose chunks of equal length are multiples of as many rows."""
         chunks = self.rows // math.gcd(*self.lengths)  # of one length; those that follow each other on one rank may have been joined
         if chunks > 2 * self.chunks:
             return "Give a Sharding with other lengths"
         fitting = _around(self.rows, unit * chunks)
-        return f"{chunks} chunks of one length fit sequences of {fitting} rows; pad to that, or give a Sharding with lengths of its own"
+        return f"{chunks} chunks of equal length fit sequences of {fitting} rows; pad to that, or give a Sharding with lengths of its own"
 
 
 def _around(rows: int, step: int) -> str:

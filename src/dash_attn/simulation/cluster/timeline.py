@@ -205,7 +205,7 @@ class _Links:
 
 
 class ChunkModel:
-    """A unit is a block of work. This knows no hand-overs inside of a unit, so it is kinder than the tile model.
+    """A unit is a block of work. This knows no hand-overs inside a unit, so it is kinder than the tile model.
 
     launch: a unit takes its startup, and its tasks' computes spread over the workers that its chains fill.
     overlap: the same, but what it leaves idle the next unit takes: a rank is busy for the computes spread over all workers.

@@ -2,9 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import numpy as np
 
 from ...scheduling.json_fields import as_list, as_number, as_text, as_whole, read_json_file
 from ...viewing import style as plot_style
@@ -28,13 +31,17 @@ OTHER_LOOK = ("#888888", "*")
 STYLE: Any = {**plot_style.STYLE, "font.size": 13, "axes.titlesize": 14, "legend.fontsize": 13}
 STYLE |= {"axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.7}
 PREDICTION_NOTE = """Backward kernel alone, bf16. The constants per head dim were fitted to measured times like these.
-Shaded: within 10 %. Labels: mask, length, head dim, error of the prediction"""
+Shaded: within 10 %. Labels: mask, length, head dim, error of the prediction (where there is room)"""
 ERRORS_NOTE = "Error of the predicted time; left of 0 the kernel took longer. A dot is a shape, the bar their median. Shaded: within 10 %"
 TICKS = (0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)  # ms
 SPREAD = 0.13  # of a row of errors, between two lines of dots
 WIDTH, ROW, TOP, BOTTOM = 10.4, 0.62, 1.05, 0.8  # inches
 
+LABEL_SIZE, LINE, MARKER = 12, 16, 6  # of labels, on paper: their size, the height of a line, half the width of a point
+LETTER = 0.56  # width of a letter, in sizes
+
 Row = dict[str, Any]
+Box = tuple[float, float, float, float]  # left, bottom, right, top: in points on paper
 
 
 def write(path: Path, make: Callable[[], Any]) -> None:
@@ -96,8 +103,7 @@ def prediction_figure(prediction: dict[str, Any]) -> Any:
         points = [row for row in rows if row["schedule"] == name]
         predicted, measured = ([row[key] / 1000 for row in points] for key in ("predicted_us", "measured_us"))
         axes.scatter(predicted, measured, s=75, color=colour, marker=marker, edgecolor="white", linewidth=0.6, zorder=4, label=name)
-    for row in outliers(rows):
-        _label(axes, row)
+    _labels(axes, rows)
     axes.set_xlabel("predicted by the simulator (ms)")
     axes.set_ylabel("measured (ms)")
     axes.legend(loc="lower right", framealpha=1, edgecolor="white", handletextpad=0.3)
@@ -114,8 +120,8 @@ def outliers(rows: list[Row]) -> list[Row]:
 
 def _scales(axes: Any, times: list[float]) -> None:
     """Two logarithmic axes, the diagonal, and the band that counts as close."""
-    low, high = min(times) / 1.25, max(times) * 1.25
-    left = low / 1.9  # room for the labels of the shortest times
+    low, high = min(times) / 1.25, max(times) * 1.5
+    left = low / 3  # room for the labels of the shortest times
     axes.set(xscale="log", yscale="log", xlim=(left, high), ylim=(low, high))
     for axis, first in ((axes.xaxis, left), (axes.yaxis, low)):
         ticks = [tick for tick in TICKS if first <= tick <= high]
@@ -128,14 +134,43 @@ def _scales(axes: Any, times: list[float]) -> None:
     axes.plot(ends, ends, color=INK, linewidth=1.2, zorder=2)
 
 
-def _label(axes: Any, row: Row) -> None:
-    """Outside the band: left of a point above it, right of one below."""
-    text = f"{row['mask']} {thousands(row['seqlen'])}, d{row['head_dim']}: {100 * row['error']:+.0f} %"
-    above = row["error"] < 0
-    paper = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-    where = {"xytext": (-9 if above else 9, 0), "textcoords": "offset points", "ha": "right" if above else "left", "va": "center"}
+def _labels(axes: Any, rows: list[Row]) -> None:
+    """Left of points above the band, right of those below, if it can be: as near as is free of points and other labels."""
+    scale = 72 / axes.figure.dpi  # points on paper per pixel
+    frame = (*axes.bbox.min * scale, *axes.bbox.max * scale)
+    places = {id(row): axes.transData.transform((row["predicted_us"] / 1000, row["measured_us"] / 1000)) * scale for row in rows}
+    taken: list[Box] = [(x - MARKER, y - MARKER, x + MARKER, y + MARKER) for x, y in places.values()]
+    for row in sorted(outliers(rows), key=lambda row: -abs(row["error"])):
+        text = f"{row['mask']} {thousands(row['seqlen'])}, d{row['head_dim']}: {100 * row['error']:+.0f} %".replace("-", "\N{MINUS SIGN}")
+        outside = -1 if row["error"] < 0 else 1
+        lines_up = sorted(np.arange(-20, 21) / 2, key=lambda lines: (abs(lines), outside * lines))
+        for side, lines in product((outside, -outside), lines_up):
+            box = _box(places[id(row)], side, lines, len(text))
+            if _overlap(box, frame) == box and not any(_overlap(box, other) for other in taken):
+                taken.append(box)
+                _annotate(axes, row, text, (1.5 * MARKER * side, LINE * lines), 3 - len(taken) / 1000)  # lines go below labels
+                break
+
+
+def _box(place: Any, side: int, lines: float, letters: int) -> Box:
+    near, far = (place[0] + side * (MARKER + width) for width in (0, MARKER + LETTER * LABEL_SIZE * letters))
+    middle = place[1] + LINE * lines
+    return min(near, far), middle - LINE / 2, max(near, far), middle + LINE / 2
+
+
+def _overlap(a: Box, b: Box) -> Box | None:
+    left, bottom, right, top = max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3])
+    return (left, bottom, right, top) if left < right and bottom < top else None
+
+
+def _annotate(axes: Any, row: Row, text: str, offset: tuple[float, float], zorder: float) -> None:
+    """A label that is not beside its point is tied to it by a line."""
+    is_left = offset[0] < 0
+    paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+    where = {"xytext": offset, "textcoords": "offset points", "ha": "right" if is_left else "left", "va": "center"}
+    line = {"arrowprops": {"arrowstyle": "-", "color": INK, "linewidth": 0.6, "relpos": (float(is_left), 0.5), "shrinkA": 0}}
     point = (row["predicted_us"] / 1000, row["measured_us"] / 1000)
-    axes.annotate(text.replace("-", "\N{MINUS SIGN}"), point, size=12, color=INK, bbox=paper, zorder=3, **where)
+    axes.annotate(text, point, size=LABEL_SIZE, color=INK, bbox=paper, zorder=zorder, **where, **(line if offset[1] else {}))
 
 
 def errors_figure(prediction: dict[str, Any]) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...attention.functions import flash_attn_func
 from ...call.options import SCHEDULES, in_words, is_given, read_given
+from ...errors import did_you_mean
 from ...masks import Mask, parse_mask
 from ...scheduling.problem import whole_number
 from ..machine import bits_of, deterministic_algorithms
@@ -70,7 +71,8 @@ class Case:
         if isinstance(self.schedule, str) and is_given(self.schedule):
             read_given(self.schedule)
         elif self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, or the JSON text of a schedule; got {self.schedule!r}")
+            meant = did_you_mean(self.schedule, SCHEDULES)
+            raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, or the JSON text of one; got {self.schedule!r}{meant}")
         if self.batch * self.seqlen * self.heads * self.head_dim > MOST_ELEMENTS:
             raise ValueError(f"batch x seqlen x heads x head_dim must be at most {MOST_ELEMENTS}; got {self}")
         if not isinstance(self.mask, str):

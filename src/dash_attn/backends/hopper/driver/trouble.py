@@ -28,7 +28,7 @@ OF_A_CACHE = {
     ),
     Trouble.CachePadding: "cache_leftpad is {1} for sequence {0}: it must be between 0 and cache_seqlens",
     Trouble.CacheRow: "cache_batch_idx is {1} for sequence {0}: it must be a row of the cache",
-    Trouble.CachePage: "entry {1} of sequence {0} in block_table is no page of the cache",
+    Trouble.CachePage: "entry {1} of sequence {0} in block_table is not a page of the cache",
     Trouble.CacheShared: "page or row {1} of the cache is appended to by sequence {0} and by another one, or twice",
     Trouble.CachePosition: "first_position is {1} for sequence {0}: it must be at least 0 and at most the first position that is attended",
 }
