@@ -125,7 +125,7 @@ def test_it_measures_from_the_start_page(page: Page) -> None:
 
 
 PLACES = {  # what is asked, the field that is named, what is said of it
-    "q-tiles": ({"q-tiles": "eight"}, "“Q tiles” takes a whole number; got 'eight'"),
+    "q-tiles": ({"q-tiles": "eight"}, "“Q tiles” must be a whole number >= 1; got eight"),
     "heads": ({"heads": "0"}, "“KV heads” must be a whole number"),
     "mask": ({"mask": "diagonal"}, "unknown mask 'diagonal'"),
     "compute": ({"compute": "0"}, "“Compute” must be a finite number > 0"),
