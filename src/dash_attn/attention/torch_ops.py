@@ -14,7 +14,7 @@ import torch
 from torch import SymFloat, SymInt, Tensor
 
 from ..backends import resolve
-from ..call.boolean_masks import check_mask_tensor, take_mask
+from ..call.boolean_masks import check_mask_tensor, refuse_learnt, take_mask
 from ..call.call import Call, Grads, Modifiers, Saved, with_elements
 from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions, Choices, choose_mask, refuse_given_schedule, text_of
@@ -84,6 +84,8 @@ def traced_attention(
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packed or (None, None, 0, 0)
     chosen = choose_mask(choices.mask, choices.causal, choices.window_size)
     matrix = chosen if isinstance(chosen, Tensor) else None
+    if matrix is not None:
+        refuse_learnt(matrix)
     name, sizes = (BY_TENSOR, []) if matrix is not None else encode_mask(chosen)
     arguments = Arguments(
         cu_seqlens_q=cu_seqlens_q,
