@@ -89,7 +89,7 @@ def test_the_sweep_sees_a_missing_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("side", SIDES)
 def test_the_sweep_sees_padding_that_is_attended(monkeypatch: pytest.MonkeyPatch, side: str) -> None:
     """The control: a causal model does not look at what is padded behind its tokens, but one that looks ahead does."""
-    monkeypatch.setattr(huggingface, "is_known_whole", lambda *given: True)
+    monkeypatch.setattr(huggingface, "known_padding", lambda *given: "none")
     found = outcome("causal" if side == "left" else "masked", "llama" if side == "left" else "bert", side)
     assert found.status == "wrong"
     assert "off by" in found.detail
