@@ -30,7 +30,7 @@ WELL_KNOWN = {
         bloom falcon codegen xlm openai-gpt mpt minimax_m3_vl_text deepseek_v4
     """,
     "masked": "bert roberta xlm-roberta distilbert electra albert modernbert deberta-v2 esm big_bird",
-    "encoder-decoder": "bart t5 t5gemma bert2gpt2 speech_to_text whisper",
+    "encoder-decoder": "bart t5 t5gemma t5gemma2 bert2gpt2 speech_to_text whisper",
 }
 SHORT = [(kind, name) for kind, names in WELL_KNOWN.items() for name in names.split()]
 RECORDED: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))

@@ -8,6 +8,7 @@ to end, and the kernels of packed sequences need to know nothing of padding.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from inspect import signature
@@ -187,6 +188,7 @@ class LayerMask:
     noted: dict[str, Any] = field(default_factory=dict)  # what the model was given that tells documents (`_documents.py`)
     padding: Padding | None = None  # of rows that may be padded
     places: dict[str, Tensor] | None = None  # of such rows in a cache; None if keys are from slot 0 and first_position on
+    as_matrix: Callable[[], Tensor] | None = None  # the same with its padding, for models that put two masks side by side
     model: str = "this model"  # the name of the configuration it was made for, for messages
     ndim: ClassVar[int] = 4  # transformers asks whether it has made this mask already: of four dimensions it has
 
@@ -233,7 +235,12 @@ class LayerMask:
         _refuse(self.model, f"asks for its .{name}")
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+        if func is torch.cat and (kwargs or {}).get("dim") == -1:  # self and cross attention in one (T5Gemma 2)
+            matrices = [mask.as_matrix for mask in args[0] if isinstance(mask, LayerMask) and mask.as_matrix is not None]
+            if len(matrices) == len(args[0]):
+                joined: Tensor = torch.cat([matrix() for matrix in matrices], dim=-1)
+                return joined
         found = next((given for given in (*args, *(kwargs or {}).values()) if isinstance(given, LayerMask)), None)
         _refuse("this model" if found is None else found.model, f"calls {getattr(func, '__name__', func)} on it")
 

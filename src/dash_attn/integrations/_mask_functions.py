@@ -113,13 +113,13 @@ def mask_of_pattern(pattern: Pattern, batch: int, q_len: int, kv_len: int) -> In
     return next(found, None)
 
 
-def matrix_of(function: MaskFunction, kept: Tensor | None, arguments: dict[str, Any], **places: int) -> Tensor:
+def matrix_of(function: MaskFunction | None, kept: Tensor | None, arguments: dict[str, Any], **places: int) -> Tensor:
     """(batch, 1, queries, keys), as transformers makes it for others. kept: the 2-d attention_mask."""
-    from transformers.masking_utils import sdpa_mask
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     named = {name: arguments[name] for name in ("use_vmap", "device") if name in arguments}
     made: Tensor = sdpa_mask(
-        mask_function=function,
+        mask_function=function or causal_mask_function,
         attention_mask=None if kept is None else kept.to(torch.bool),
         allow_is_causal_skip=False,
         allow_is_bidirectional_skip=False,

@@ -7,6 +7,7 @@ padded. What we have no mask for raises, as does a model whose attention does no
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -263,7 +264,6 @@ class _Asked(NamedTuple):
 
     def matrix(self, attention_mask: Tensor | None) -> Tensor:
         """The mask function on all of them, with what is padded."""
-        assert self.function is not None
         places = {"batch_size": self.batch, "q_length": self.q_len, "kv_length": self.kv_len}
         return matrix_of(self.function, attention_mask, self.arguments, **places, q_offset=self.q_offset, kv_offset=self.kv_offset)
 
@@ -312,6 +312,7 @@ def _made(asked: _Asked, attention_mask: Tensor | None) -> LayerMask:
         if attention_mask is not None and asked.q_offset:
             refuse_behind_padding(attention_mask, asked.q_offset)
         made = LayerMask(asked.matrix(attention_mask), (asked.q_len, asked.kv_len), first_position=asked.kv_offset)
+    made.as_matrix = partial(asked.matrix, attention_mask)
     if are_noted():
         made.noted = given_documents()
     made.documents_are_known |= attention_mask is not None and "position_ids" not in made.noted  # with them it is the model's own
