@@ -197,7 +197,9 @@ def test_matrices_of_the_caller() -> None:
     assert same_bits(found, result(model, attention_mask=numbers))
     assert largest_error(found, result(model_of("llama", "eager"), attention_mask=numbers)) < 1e-6
     assert largest_error(found, result(model)) > 1e-3
-    with pytest.raises(ValueError, match=r"-inf elsewhere: biases are not supported; got -1\.79\d*e\+308"):
+    for_all_queries = kept[:, :, :1] | torch.arange(LENGTH).eq(0)
+    assert same_bits(result(model, attention_mask=for_all_queries), result(model, attention_mask=for_all_queries.expand_as(kept)))
+    with pytest.raises(ValueError, match=r"-inf elsewhere; got -1\.79\d*e\+308"):
         result(model, attention_mask=numbers.clamp(min=torch.finfo(numbers.dtype).min))
     with pytest.raises(ValueError, match="a mask tensor gets no gradient"):
         result(model, attention_mask=numbers.requires_grad_())

@@ -14,7 +14,7 @@ from ..masks import BooleanMask, Full
 from ..masks.boolean_mask import check_shape
 
 MOST_VIEWS = 16  # of one tensor whose masks are kept
-NO_BIASES = "biases are not supported"
+NO_BIASES = "dash_attn takes no biases"
 _lock = threading.Lock()
 _seen = WeakTensorKeyDictionary()  # as long as the tensor is there whose memory it is: its views, each with the version that was read
 
@@ -99,7 +99,7 @@ def _kept(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 def _refuse_number(numbers: Tensor) -> NoReturn:
     other = numbers[(numbers != 0) & (numbers != -torch.inf)][0].item()
-    raise ValueError(f"a mask tensor of numbers must have 0 where a query attends a key, and -inf elsewhere: {NO_BIASES}; got {other}")
+    raise ValueError(f"{NO_BIASES}: a mask tensor of numbers must have 0 where a query attends a key, and -inf elsewhere; got {other}")
 
 
 def check_mask_tensor(mask: Tensor | BooleanMask, q: Tensor, k: Tensor) -> None:
@@ -118,7 +118,7 @@ def check_mask_tensor(mask: Tensor | BooleanMask, q: Tensor, k: Tensor) -> None:
 
 def refuse_learnt(mask: Tensor) -> None:
     if mask.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"a mask tensor gets no gradient: {NO_BIASES}; got a mask that requires one")
+        raise ValueError(f"{NO_BIASES}: a mask tensor gets no gradient; got a mask that requires one")
 
 
 def _refuse_unreadable(mask: Tensor) -> None:

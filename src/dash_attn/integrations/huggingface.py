@@ -114,7 +114,7 @@ def attention(
     if attention_mask is None:
         given = _mask_without_one(module, query, key, is_causal, sliding_window)
     else:
-        given = attention_mask if isinstance(attention_mask, LayerMask) else _mask_of_the_caller(attention_mask, layer)
+        given = attention_mask if isinstance(attention_mask, LayerMask) else _mask_of_the_caller(attention_mask, layer, query.shape[2])
     given.check(query.shape[2], key.shape[2])
     options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
     if paged:
@@ -184,14 +184,14 @@ def _mask_without_one(module: nn.Module, query: Tensor, key: Tensor, is_causal: 
     return LayerMask(Full(), (query.shape[2], key.shape[2]))
 
 
-def _mask_of_the_caller(matrix: Any, layer: str) -> LayerMask:
+def _mask_of_the_caller(matrix: Any, layer: str, q_len: int) -> LayerMask:
     """Models hand a 4-d attention_mask on as it is."""
     if not isinstance(matrix, Tensor) or matrix.ndim != 4:
         got = f"a {matrix.ndim}-d tensor" if isinstance(matrix, Tensor) else f"a {type(matrix).__name__}"
         raise ValueError(
-            f"dash_attn takes an attention_mask that is 2-d, 4-d (batch, heads or 1, queries, keys) or None; {layer} got {got}"
+            f"dash_attn takes an attention_mask that is 2-d, 4-d (batch, heads or 1, queries or 1, keys) or None; {layer} got {got}"
         )
-    made = LayerMask(matrix, (matrix.shape[2], matrix.shape[3]))
+    made = LayerMask(matrix, (q_len if matrix.shape[2] == 1 else matrix.shape[2], matrix.shape[3]))
     made.documents_are_known = True
     if are_noted():
         made.noted = given_documents()
