@@ -61,8 +61,8 @@ class CacheKeywords(TypedDict, total=False):
 
     k: Tensor | None
     v: Tensor | None
-    rotary_cos: None
-    rotary_sin: None
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
     cache_seqlens: int | Tensor | None
     cache_batch_idx: Tensor | None
     cache_leftpad: Tensor | None
