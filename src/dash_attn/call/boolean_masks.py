@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..masks import BooleanMask, Full
 from ..masks.boolean_mask import check_shape
+from .tensor_checks import DTYPES
 
 MOST_VIEWS = 16  # of one tensor whose masks are kept
 NO_BIASES = "dash_attn takes no biases"
@@ -105,7 +106,7 @@ def _refuse_number(numbers: Tensor) -> NoReturn:
 def check_mask_tensor(mask: Tensor | BooleanMask, q: Tensor, k: Tensor) -> None:
     """Looks at shape, dtype and device only."""
     if isinstance(mask, Tensor):
-        if mask.dtype != torch.bool and not mask.is_floating_point():
+        if mask.dtype not in (torch.bool, *DTYPES):
             raise ValueError(f"a mask tensor must be boolean, True where a query attends a key, or of 0 and -inf; got {mask.dtype}")
         refuse_learnt(mask)
         if mask.layout is not torch.strided or mask.is_nested:

@@ -211,7 +211,7 @@ def _check_mask(attn_mask: Any, is_causal: bool, context_parallel: Any) -> None:
         return
     if not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask must be a boolean tensor or None; got {type(attn_mask).__name__}")
-    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+    if attn_mask.dtype not in (torch.bool, *DTYPES):
         raise ValueError(f"attn_mask must be boolean, True where a query attends a key, or of 0 and -inf; got {attn_mask.dtype}")
     if is_causal:
         raise ValueError("give either attn_mask or is_causal=True, as PyTorch's documentation asks; got both")
