@@ -36,7 +36,7 @@ SOURCES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "static": (("", "left", "right"), {"cache_implementation": "static"}),
     "prompt": (("", "left", "right"), {"prompt": 7}),
 }
-EXPECTED = {("causal", "right"): "refused"}  # new tokens come after a hole
+EXPECTED = {("causal", "right"): "refused"}  # new tokens go on from padding
 SIDES = ("left", "right")  # on which the first row is padded; of an encoder-decoder model, that of the source
 
 

@@ -23,7 +23,7 @@ the source that is padded. All models have the same outcome there as above{but}.
 **Decoding** compares the tokens and logits of `generate` with a cache: greedily for rows that are *whole* or padded on the *left* or
 *right*, beside a row that is all padding (*empty*, whose own logits mean nothing and are only finite), in *beams*, with a *static* cache
 and, of encoder-decoder models, from a *prompt* of several tokens. Those that the tables call "as eager" match in all of them. Of a causal
-model prompts padded on the right raise: new tokens would come after a hole.
+model prompts padded on the right raise: new tokens would go on from padding.
 """
 TITLES = {"causal": "Causal language models", "masked": "Masked language models", "encoder-decoder": "Encoder-decoder models"}
 STATUS = {"refused": "raises", "no comparison": "does not run with eager here either:"}

@@ -65,7 +65,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"mask": Causal(), "causal": True}, ValueError, r"either mask or causal/window_size"),
     ({"mask": Full(), "window_size": (3, 3)}, ValueError, r"either mask or causal/window_size"),
     ({"mask": "causal"}, TypeError, r"mask must be a dash_attn mask .*got 'causal'"),
-    ({"mask": torch.ones(10, 12)}, ValueError, r"a mask tensor must be boolean, .*; got torch.float32"),
+    ({"mask": torch.ones(10, 12)}, ValueError, r"a mask tensor of numbers must have 0 .*; got 1.0"),
     ({"mask": Documents((5, 5))}, ValueError, r"documents need as many queries as keys.*got 10 queries and 12 keys"),
     ({"mask": Prefix(13)}, ValueError, r"prefix length must be at most the number of keys, 12"),
     ({"mask": TileMap([[True]], 64, 8)}, ValueError, r"needs shape \(1, 2\); got \(1, 1\)"),

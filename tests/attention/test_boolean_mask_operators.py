@@ -57,8 +57,10 @@ def test_a_compiled_call_has_the_same_bits(leading: tuple[int, ...]) -> None:
         assert_same_bits(Results(out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)), run_ours(inputs, mask))
     with pytest.raises(Exception, match="takes a boolean mask as a tensor"):
         compiled(q, k, v, mask=BooleanMask(mask))
-    with pytest.raises(Exception, match="must be boolean"):
+    with pytest.raises(Exception, match=r"-inf elsewhere; got 1"):
         compiled(q, k, v, mask=mask.float())
+    with pytest.raises(Exception, match="gets no gradient"):
+        torch.compile(flash_attn_func, backend="aot_eager")(q, k, v, mask=torch.where(mask, 0.0, -torch.inf).requires_grad_())
 
 
 def test_only_calls_with_a_matrix_keep_out_of_cuda_graphs() -> None:

@@ -256,7 +256,10 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (ONES.expand(2, 2, 10, 12), ValueError, r"got shape \(2, 2, 10, 12\)"),  # KV heads, not query heads
     (ONES.expand(1, 1, 1, 10, 12), ValueError, r"got shape \(1, 1, 1, 10, 12\)"),
     (ONES[0], ValueError, r"got shape \(12,\)"),
-    (ONES.float(), ValueError, r"must be boolean, True where a query attends a key \(there are no biases\); got torch.float32"),
+    (ONES.float(), ValueError, r"must have 0 where a query attends a key, and -inf elsewhere; got 1.0"),
+    (torch.full((10, 12), torch.finfo(torch.float32).min), ValueError, r"and -inf elsewhere; got -3.4"),
+    (torch.full((10, 12), torch.nan), ValueError, r"and -inf elsewhere; got nan"),
+    (torch.zeros(10, 12, requires_grad=True), ValueError, r"a mask tensor gets no gradient"),
     (ONES.to(torch.uint8), ValueError, r"must be boolean.*got torch.uint8"),
     (ONES.to("meta"), ValueError, r"must be on the device of q, k and v \(cpu\); got meta"),
     (ONES.to_sparse(), ValueError, r"must be dense \(layout torch.strided\); got torch.sparse_coo"),
@@ -266,6 +269,50 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (ONES.tolist(), TypeError, r"flash_attn_func also takes a boolean tensor or a BooleanMask"),
     (TilePattern(np.array([[1]], dtype=np.uint8)), TypeError, r"its elements come with a call: give flash_attn_func the BooleanMask"),
 ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("leading", [(), (2, 1), (4,), (2, 4)], ids=str)
+def test_a_matrix_of_0_and_minus_infinity_is_the_boolean_one(leading: tuple[int, ...], dtype: torch.dtype) -> None:
+    inputs, kept = random_inputs(150, 200, (4, 2), 8, batch=2), torch.rand(*leading, 150, 200, generator=source()) < 0.4
+    numbers = torch.zeros(kept.shape, dtype=dtype).masked_fill(~kept, -torch.inf)
+    assert_same_bits(run_ours(inputs, numbers), run_ours(inputs, kept))
+    numbers[..., 3, 5] = -torch.inf if kept[..., 3, 5].any() else 0.0  # a change in place is seen
+    assert_same_bits(run_ours(inputs, numbers), run_ours(inputs, numbers == 0))
+    assert not same_bits(run_ours(inputs, numbers).out, run_ours(inputs, kept).out)
+
+
+def test_numbers_of_an_expanded_matrix_are_read_once() -> None:
+    """PyTorch's modules expand masks of padding to all queries and heads."""
+    inputs, kept = random_inputs(150, 200, (4, 2), 8, batch=2), torch.rand(2, 1, 1, 200, generator=source()) < 0.4
+    numbers = torch.zeros(kept.shape).masked_fill(~kept, -torch.inf).expand(2, 4, 150, 200)
+    with Largest() as largest:
+        found = run_ours(inputs, numbers)
+    assert largest.compared == 2 * 200
+    assert_same_bits(found, run_ours(inputs, kept.expand(2, 4, 150, 200)))
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that were compared at once."""
+
+    compared = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.eq.Scalar and args[0].ndim == 4:
+            self.compared = max(self.compared, args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_numbers_that_were_seen_before_they_were_learnt_are_refused() -> None:
+    """What is known of a tensor is looked up before anything is checked."""
+    q, k, v, _ = random_inputs(20, 20, (2, 2), 8)
+    numbers = torch.zeros(20, 20)
+    for _ in range(2):
+        flash_attn_func(q, k, v, mask=numbers)
+    with pytest.raises(ValueError, match="a mask tensor gets no gradient"):
+        flash_attn_func(q, k, v, mask=numbers.requires_grad_())
+    with torch.no_grad():
+        flash_attn_func(q, k, v, mask=numbers)
 
 
 @pytest.mark.parametrize(("mask", "error", "message"), BAD, ids=[message[:40] for _, _, message in BAD])

@@ -125,7 +125,6 @@ def test_the_log_has_one_line_for_every_kind_of_call() -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
-        ({"rotary_cos": half(4, 4)}, ValueError, "rotary embeddings are not supported"),
         ({"num_splits": 3}, ValueError, "num_splits must be 0 or 1"),
         ({"backend": "auto"}, ValueError, "say which one to explain"),
         ({"queries": 0}, ValueError, "nothing to explain: there is no query"),

@@ -58,7 +58,7 @@ EITHER: list[Bad] = [
     ({"v": None}, r"k and v must be given together; got k alone"),
     ({"q": torch.zeros(2, 3, 3, 16)}, r"query heads must be a multiple of KV heads"),
     ({"q": torch.zeros(2, 3, 4, 8)}, r"same head dim"),
-    ({"rotary_cos": torch.ones(9, 4), "rotary_sin": torch.ones(9, 4)}, r"rotary embeddings are not supported"),
+    ({"rotary_cos": torch.ones(9, 4), "rotary_sin": torch.ones(9, 4)}, r"need as many queries as new keys|rotary_cos must have a row"),
     ({"alibi_slopes": torch.ones(4)}, r"ALiBi is not supported"),
     ({"num_splits": 2}, r"num_splits must be 0 or 1.* got 2"),
     ({"sinks": torch.ones(3)}, r"sinks must be 4 floating-point numbers"),

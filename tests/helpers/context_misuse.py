@@ -44,7 +44,24 @@ def everything(rank: int) -> dict[str, Any]:
         "groups": _groups(),
         "autograd": _autograd(rank),
         "layout": _layout(),
+        "no sequence": {name: _no_sequence(**given) for name, given in NO_SEQUENCE.items()},
     }
+
+
+NO_SEQUENCE: dict[str, dict[str, Any]] = {
+    "zigzag": {},
+    "documents": {"cu_seqlens": (0, 100, RANKS * ROWS)},
+    "documents, ulysses": {"cu_seqlens": (0, 100, RANKS * ROWS), "ulysses": 2},
+    "dropout": {"dropout_p": 0.5, "dropout_seed": torch.zeros(0, dtype=torch.int64)},
+}
+
+
+def _no_sequence(**given: Any) -> list[Tensor]:
+    """Output, LSE and gradients of an empty batch."""
+    q, k, v = (torch.zeros(0, ROWS, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    sinks = torch.ones(4, requires_grad=True)
+    out, lse = context_parallel_attention(q, k, v, causal=True, sinks=sinks, return_lse=True, **given)  # type: ignore[misc]
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out.sum() + lse.sum(), (q, k, v, sinks))]
 
 
 def _call(rows: int = ROWS, heads: tuple[int, int] = (4, 4), dims: tuple[int, int] = (8, 8), batch: int = 1, **given: Any) -> Tensor:
@@ -123,7 +140,6 @@ REFUSED: dict[str, dict[str, Any]] = {  # what all ranks refuse
     "4 chunks of equal length fit sequences of 512 or 1024 rows; pad to that": {"rows": 200, "sharding": "contiguous"},
     "zigzag sharding of 4 ranks has 8 chunks of equal length; 1020 rows cannot be dealt so (but 1016 or 1024 can)": {"rows": 255},
     "rows must be a whole number >= 1; got 0": {"rows": 0},
-    "batch must be a whole number >= 1; got 0": {"batch": 0},
     "sum of the document lengths (1000); got 1024 queries": {"mask": Documents((500, 500))},
     "give documents once, as mask=Documents(...) or as cu_seqlens; got both": {"mask": Documents((512, 512)), "cu_seqlens": (0, 1024)},
     "dropout needs a seed for each document": {

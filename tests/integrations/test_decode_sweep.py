@@ -87,7 +87,7 @@ def test_the_sweep_sees_padding_that_is_attended(monkeypatch: pytest.MonkeyPatch
 )
 def test_where_only_the_device_knows_the_padding(monkeypatch: pytest.MonkeyPatch, kind: str, model_type: str) -> None:
     """As on a GPU: every mask may have padding, and nobody looks."""
-    monkeypatch.setattr(huggingface, "is_known_whole", lambda *given: False)
+    monkeypatch.setattr(huggingface, "known_padding", lambda *given: "unknown")
     found = decoding(kind, model_type)
     assert {way for way, one in found.items() if one.status != "matches"} == ({"right"} if kind == "causal" else set())
     assert kind != "causal" or "cache_leftpad must be between 0 and cache_seqlens; got -1" in found["right"].detail, (

@@ -106,7 +106,23 @@ def served_calls(draw: st.DrawFn) -> Call:
     shapes = (batch, kv_heads * group, q_len, dim), (batch, kv_heads, kv_len, dim), (batch, kv_heads, kv_len, v_dim)
     layouts = tuple(draw(st.sampled_from(LAYOUTS)) for _ in range(3))
     gradients = tuple(draw(st.sampled_from((True, True, False))) for _ in range(3))
+    if draw(st.booleans()):
+        shapes = other_leading(draw, shapes, rest.get("enable_gqa", False))
     return Call(shapes, dtypes, layouts, gradients, autocast, draw(seeds), rest)
+
+
+def other_leading(draw: st.DrawFn, shapes: tuple[tuple[int, ...], ...], gqa: bool) -> tuple[tuple[int, ...], ...]:
+    """No batch, no heads either, two batches, or sizes that broadcast."""
+    how = draw(st.sampled_from(("no batch", "two batches", "one sequence for all", "one KV head", "no heads")))
+    if how == "no batch":
+        return tuple(shape[1:] for shape in shapes)
+    if how == "two batches":
+        return tuple((2, *shape) for shape in shapes)
+    if how == "one sequence for all":
+        return shapes[0], *((1, *shape[1:]) for shape in shapes[1:])
+    if how == "one KV head":
+        return shapes[0], *((shape[0], 1, *shape[2:]) for shape in shapes[1:])
+    return tuple(shape[-3:] if gqa else shape[-2:] for shape in shapes)
 
 
 NAN, INF = float("nan"), float("inf")

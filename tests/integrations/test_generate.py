@@ -139,7 +139,7 @@ def test_a_chunk_is_a_sequence_of_its_own(way: str, recorder: Recorder) -> None:
 
 def test_several_chunks_with_keys_before_them_are_refused() -> None:
     huggingface.enable()
-    with pytest.raises(NotImplementedError, match="this mask is none of them"):
+    with pytest.raises(NotImplementedError, match=r"chunks have 100 tokens, and got positions 80 to 119"):
         sampled(chunked_attention("dash_attn"), PROMPT, prefill_chunk_size=80)
 
 
@@ -211,14 +211,15 @@ def test_places_of_padded_rows(mask: str, queries: int) -> None:
     }
 
 
-def test_chunks_and_padding_are_refused() -> None:
+@pytest.mark.parametrize("length", [None, 95], ids=["", "one more token ends a chunk"])
+def test_chunks_and_padding_are_as_in_eager(length: int | None) -> None:
     huggingface.enable()
     padding = torch.ones_like(PROMPT)
     padding[1, :9] = 0
-    with pytest.raises(ValueError, match="with it rows cannot be padded on the left"):
-        sampled(chunked_attention("dash_attn"), attention_mask=padding)
-    with pytest.raises(NotImplementedError, match="does not support padding with chunked attention"):  # one more token behind 95
-        sampled(chunked_attention("dash_attn"), PROMPT[:, :95], attention_mask=padding[:, :95])
+    rows = {"attention_mask": padding[:, :length], "return_dict_in_generate": True, "output_logits": True}
+    ours, eager = (sampled(chunked_attention(name), PROMPT[:, :length], **rows) for name in ("dash_attn", "eager"))
+    assert torch.equal(ours.sequences, eager.sequences)
+    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(eager.logits), rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_through_a_cache_that_dropped_keys_are_refused() -> None:
@@ -252,12 +253,12 @@ def test_a_mask_made_ahead_is_for_its_lengths() -> None:
         huggingface.mask_for(2, 2, 200, 50, attention_mask=made)
 
 
-def test_a_mask_of_another_kind_needs_a_dynamic_cache() -> None:
+def test_a_mask_of_another_kind_covers_a_static_cache() -> None:
     def odd(batch: Any, head: Any, q: Any, k: Any) -> Any:
         return (k <= q) & (k % 2 == 0)
 
-    with pytest.raises(NotImplementedError, match=r"got positions 49 and 199. A static cache .* use a dynamic cache"):
-        huggingface.mask_for(1, 50, 200, mask_function=odd)
+    rows, columns = torch.arange(50)[:, None], torch.arange(200)
+    assert torch.equal(huggingface.mask_for(1, 50, 200, mask_function=odd).mask[0, 0], odd(0, 0, rows, columns))
 
 
 @pytest.mark.exhaustive

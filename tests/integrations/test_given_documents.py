@@ -113,7 +113,7 @@ def test_a_forward_past_the_hooks_and_arguments_without_names(model_type: str) -
 
 def test_where_only_the_device_knows_that_a_mask_is_of_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where the mask that biogpt makes itself might be of padded rows."""
-    monkeypatch.setattr(huggingface, "is_known_whole", lambda *given: False)
+    monkeypatch.setattr(huggingface, "known_padding", lambda *given: "unknown")
     model = build("causal", "biogpt", "dash_attn").eval()
     assert moved(model, position_ids=PACKED) == 0
     assert moved(model) > 1e-4

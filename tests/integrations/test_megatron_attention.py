@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import Causal, Mask, Window, flash_attn_func
+from dash_attn import Causal, Mask, Window, flash_attn_func, flash_attn_varlen_func
 from dash_attn.integrations.megatron import DashCoreAttention, enable
 from dense import dense, element_mask, same_bits
 from megatron_stand_ins import MaskType, PackedSeqParams, config, ranks
@@ -75,14 +75,18 @@ def test_scale_reaches_the_scores() -> None:
     assert same_bits(run(attention, made)[0], flash_attn_func(q, k, v, softmax_scale=0.5, causal=True).transpose(0, 1).flatten(2))
 
 
-def test_ranks_have_the_bits_of_the_whole_model() -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_ranks_have_the_bits_of_the_whole_model(dropout: float) -> None:
+    """With dropout as well: seeds come from the generator that Megatron keeps alike on the ranks of a tensor."""
     made = tensors()
-    whole = run(layer(), made)
+    torch.manual_seed(3)
+    whole = run(layer(attention_dropout=dropout), made)
 
     def shard(place: int, **changes: Any) -> list[Tensor]:
         queries, keys, width = slice(2 * place, 2 * place + 2), slice(place, place + 1), slice(2 * place * DIM, (2 * place + 2) * DIM)
         parts = [x[:, :, heads].detach().clone().requires_grad_() for x, heads in zip(made[:3], (queries, keys, keys), strict=True)]
-        attention = layer(place, 2)
+        attention = layer(place, 2, attention_dropout=dropout)
+        torch.manual_seed(3)
         attention.head_offset = changes.get("head_offset", attention.head_offset)
         return run(attention, [*parts, made[3][:, :, width]])
 
@@ -125,7 +129,7 @@ def test_a_zero_sink_for_softmax_off_by_one() -> None:
 
 
 CONFIGS = {
-    "dropout": ({"attention_dropout": 0.1}, r"takes attention_dropout=0.0; the config has 0.1: .*--attention-dropout 0.0"),
+    "dropout of everything": ({"attention_dropout": 1.0}, r"dropout_p must be 0, or from 1/65536 to 1 - 1/65536; got 1.0"),
     "context parallelism": ({"context_parallel_size": 2}, "takes context_parallel_size=1; the config has 2"),
     "clipped logits": ({"qk_clip": True}, "takes qk_clip=False; the config has True"),
     "logged logits": ({"log_max_attention_logit": True}, "takes log_max_attention_logit=False"),
@@ -149,9 +153,24 @@ def test_configurations_that_raise(name: str) -> None:
         layer(places=2, **changes)
 
 
-def test_dropout_by_argument_raises() -> None:
-    with pytest.raises(ValueError, match=r"takes attention_dropout=0.0; the layer has 0.2"):
-        DashCoreAttention(config(), 1, MaskType.causal, "self", attention_dropout=0.2, pg_collection=ranks())
+@pytest.mark.parametrize("packed", [False, True])
+def test_dropout_is_that_of_our_functions_and_in_training_only(packed: bool) -> None:
+    """The argument of the layer counts more than the configuration."""
+    made = tensors(packed=packed)
+    arguments = {"packed_seq_params": packed_params(70, 80)} if packed else {}
+    built = DashCoreAttention(config(attention_dropout=0.1), 1, MaskType.causal, "self", attention_dropout=0.3, pg_collection=ranks())
+    torch.manual_seed(5)
+    found = run(built, made, **arguments)[0]
+    torch.manual_seed(5)
+    if packed:
+        expected = flash_attn_varlen_func(*made[:3], *(arguments["packed_seq_params"].cu_seqlens_q,) * 2, 80, 80, 0.3, causal=True).flatten(
+            1
+        )
+    else:
+        expected = flash_attn_func(*(x.transpose(0, 1) for x in made[:3]), 0.3, causal=True).transpose(0, 1).flatten(2)
+    assert same_bits(found, expected)
+    assert not same_bits(found, run(built, made, **arguments)[0]), "other seeds"
+    assert same_bits(run(built.eval(), made, **arguments)[0], run(layer(), made, **arguments)[0])
 
 
 def test_a_collection_without_the_tensor_parallel_group_raises() -> None:

@@ -125,10 +125,20 @@ def test_specs_with_another_attention_raise() -> None:
 
 @pytest.mark.usefixtures("_one_rank")
 def test_what_a_model_asks_for_raises() -> None:
-    with pytest.raises(ValueError, match=r"takes attention_dropout=0\.0; the config has 0\.1"):
-        ours(attention_dropout=0.1)
+    with pytest.raises(ValueError, match=r"takes flash_decode=False; the config has True"):
+        ours(flash_decode=True)
     with pytest.raises(ValueError, match="does not take mask tensors"):
         loss_and_gradients(ours(), masked(Causal()))
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_dropout_of_the_configuration_follows_the_generator() -> None:
+    net, found = ours(attention_dropout=0.1), []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append(loss_and_gradients(net))
+    assert all(same_bits(found[0][name], found[1][name]) for name in found[0])
+    assert not same_bits(found[0]["loss"], found[2]["loss"])
 
 
 def test_stand_ins_have_what_megatron_has() -> None:

@@ -202,7 +202,6 @@ FOREIGN: dict[str, Callable[[Any], Any]] = {
     "masked_fill": lambda mask: torch.zeros(30, 30).masked_fill(mask, 0.0),
     "new axis": lambda mask: mask[:, None],
     "cut": lambda mask: mask[:, :, :, :29],
-    "shape": lambda mask: mask.shape,
     "dtype": lambda mask: mask.dtype,
     "to": lambda mask: mask.to(torch.float32),
     "size": lambda mask: mask.size(-1),

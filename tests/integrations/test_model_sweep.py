@@ -30,7 +30,7 @@ WELL_KNOWN = {
         bloom falcon codegen xlm openai-gpt mpt minimax_m3_vl_text deepseek_v4
     """,
     "masked": "bert roberta xlm-roberta distilbert electra albert modernbert deberta-v2 esm big_bird",
-    "encoder-decoder": "bart t5 t5gemma bert2gpt2 speech_to_text whisper",
+    "encoder-decoder": "bart t5 t5gemma t5gemma2 bert2gpt2 speech_to_text whisper",
 }
 SHORT = [(kind, name) for kind, names in WELL_KNOWN.items() for name in names.split()]
 RECORDED: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
@@ -89,7 +89,7 @@ def test_the_sweep_sees_a_missing_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("side", SIDES)
 def test_the_sweep_sees_padding_that_is_attended(monkeypatch: pytest.MonkeyPatch, side: str) -> None:
     """The control: a causal model does not look at what is padded behind its tokens, but one that looks ahead does."""
-    monkeypatch.setattr(huggingface, "is_known_whole", lambda *given: True)
+    monkeypatch.setattr(huggingface, "known_padding", lambda *given: "none")
     found = outcome("causal" if side == "left" else "masked", "llama" if side == "left" else "bert", side)
     assert found.status == "wrong"
     assert "off by" in found.detail

@@ -1,4 +1,4 @@
-"""Padded batches of transformers models: the bits of each sequence alone, zeros elsewhere, holes refused, whole graphs."""
+"""Padded batches of transformers models: the bits of each sequence alone, zeros elsewhere, whole graphs."""
 
 from __future__ import annotations
 
@@ -256,20 +256,12 @@ def test_batched_generation_is_that_of_each_prompt_alone(name: str) -> None:
         assert torch.equal(alone[0], together[row, 45 - count :])
 
 
-HOLES = r"keeps one stretch of each row, .*; row 2 keeps 149 tokens between columns 0 and 149"
-
-
-def test_holes_are_refused() -> None:
-    kept = torch.ones_like(TOKENS)
-    kept[2, 70] = 0
-    with pytest.raises(ValueError, match=HOLES):
-        model_of("llama", "dash_attn")(input_ids=TOKENS, attention_mask=kept)
-
-
 def test_right_padded_prompts_cannot_be_continued() -> None:
     """New tokens behind the padding of a prompt make a hole. Eager answers, and mixes positions."""
     choices = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "use_cache": True}
-    with pytest.raises(ValueError, match="keeps one stretch of each row"):
+    with pytest.raises(
+        ValueError, match=r"cannot go on from padding: row \d of .* none up to column 149, and new ones .* Pad prompts on the left"
+    ):
         model_of("llama", "dash_attn").eval().generate(TOKENS, attention_mask=rows_of("right"), **choices)
 
 

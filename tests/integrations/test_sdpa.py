@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 
 from dash_attn import Causal, flash_attn_func
 from dash_attn.integrations import sdpa
@@ -62,8 +63,8 @@ def test_the_name_is_restored_also_after_an_error_and_blocks_nest() -> None:
     with sdpa.enable():
         outer = functional.scaled_dot_product_attention
         assert outer is not PYTORCH
-        with pytest.raises(ValueError, match="attn_mask"), sdpa.enable():
-            run(heads_first(4, 4), attn_mask=torch.zeros(4, 4))
+        with pytest.raises(ValueError, match="a mask tensor of numbers"), sdpa.enable():
+            run(heads_first(4, 4), attn_mask=torch.ones(4, 4))
         assert functional.scaled_dot_product_attention is outer
     assert functional.scaled_dot_product_attention is PYTORCH
 
@@ -127,13 +128,18 @@ def test_multihead_attention_of_pytorch_uses_it() -> None:
 Q, K = torch.zeros(2, 4, 10, 8), torch.zeros(2, 2, 12, 8)
 BAD: list[tuple[tuple[Tensor, ...], dict[str, Any], str]] = [
     ((Q, Q, Q), {"attn_mask": torch.ones(10, 10, dtype=torch.bool), "is_causal": True}, r"either attn_mask or is_causal=True.*; got both"),
-    ((Q, Q, Q), {"attn_mask": torch.zeros(10, 10)}, r"attn_mask must be boolean.*: biases are not supported; got torch.float32"),
+    ((Q, Q, Q), {"attn_mask": torch.ones(10, 10)}, r"0 where a query attends a key, and -inf elsewhere; got 1.0"),
+    ((Q, Q, Q), {"attn_mask": torch.zeros(10, 10).int()}, r"attn_mask must be boolean.* or of 0 and -inf; got torch.int32"),
+    ((Q, Q, Q), {"attn_mask": torch.zeros(10, 10).to(torch.float8_e5m2)}, r"or of 0 and -inf; got torch.float8_e5m2"),
+    ((Q, Q, Q), {"attn_mask": torch.ones(1, 1, 1, 10, 10)}, r"attn_mask must not have more dimensions than query, key and value; got"),
+    ((Q, Q, Q), {"attn_mask": causal_lower_right(10, 12)}, r"attn_mask is for 10 queries and 12 keys; got 10 and 10"),
     ((Q, Q, Q), {"attn_mask": torch.ones(3, 1, 10, 10).bool()}, r"broadcast to \(2, 4, 10, 10\) .*; got shape \(3, 1, 10, 10\)"),
     ((Q, Q, Q), {"dropout_p": 1.0}, r"dropout_p must be 0, or from 1/65536 to 1 - 1/65536; got 1.0"),
-    ((Q[0], Q[0], Q[0]), {}, r"query must be 4-d \(batch, heads, length, head dim\); got shape \(4, 10, 8\)"),
+    ((Q[0], Q, Q), {}, r"must be \(..., heads, length, head dim\), or without heads; got query \(4, 10, 8\), key \(2, 4, 10, 8\), value"),
+    ((Q[0, 0], Q[0, 0], Q[0, 0]), {"enable_gqa": True}, r"must be \(..., heads, length, head dim\), or without heads; got query \(10, 8\)"),
     ((Q, K, K), {}, r"same heads unless enable_gqa=True; got query \(2, 4, 10, 8\), key \(2, 2, 12, 8\)"),
     ((Q, K[:, :1].expand(2, 3, 12, 8), K[:, :1].expand(2, 3, 12, 8)), {"enable_gqa": True}, r"multiple of KV heads"),
-    ((Q[:1], Q, Q), {}, r"one batch size"),
+    ((Q, Q.repeat(2, 1, 1, 1), Q), {}, r"one batch size, or key and value 1; got query \(2, 4, 10, 8\), key \(4, 4, 10, 8\)"),
 ]
 
 

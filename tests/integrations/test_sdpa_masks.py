@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
-from dash_attn import BooleanMask
+from dash_attn import BooleanMask, Causal, flash_attn_func
 from dash_attn.integrations import sdpa
 from dash_attn.integrations.sdpa import scaled_dot_product_attention
 from dense import largest_error, random_inputs, run_ours, same_bits
@@ -116,3 +121,84 @@ def test_plain_calls_beside_those_of_pytorchs_context_parallel_take_it() -> None
     with sdpa.enable(context_parallel="torch"):
         beside = run(inputs, mask)
     assert all(map(same_bits, alone, beside))
+
+
+@pytest.mark.parametrize("bias", [causal_lower_right, causal_upper_left])
+@pytest.mark.parametrize("lengths", [(150, 200), (150, 150)], ids=str)
+def test_causal_biases_of_pytorch_are_masks_by_name(bias: Callable[..., Tensor], lengths: tuple[int, int]) -> None:
+    inputs = [x.transpose(1, 2) for x in random_inputs(*lengths, (4, 4), 16, torch.float64, batch=2)]
+    expected = run(inputs, bias(*lengths))
+    with sdpa.enable():
+        ours = run(inputs, bias(*lengths))
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert largest_error(mine, theirs) < 1e-12
+    aligned = {"mask": Causal()} if bias is causal_lower_right else {"window_size": (-1, 0)}
+    q, k, v = (x.transpose(1, 2) for x in inputs[:3])
+    k, v = (x if bias is causal_lower_right else x[:, : q.shape[1]] for x in (k, v))
+    assert same_bits(ours[0].transpose(1, 2), flash_attn_func(q, k, v, **aligned))
+
+
+PAD = torch.zeros(2, 12, dtype=torch.bool)
+PAD[0, 8:] = True
+SQUARE = nn.Transformer.generate_square_subsequent_mask(12)
+MODULES: dict[str, tuple[Callable[[], nn.Module], int, Callable[[Any, Tensor], Tensor]]] = {
+    "padding": (lambda: nn.MultiheadAttention(32, 4, batch_first=True), 1, lambda m, x: m(x, x, x, PAD, need_weights=False)[0]),
+    "matrix": (
+        lambda: nn.MultiheadAttention(32, 4, batch_first=True),
+        1,
+        lambda m, x: m(x, x, x, attn_mask=SQUARE < 0, need_weights=False)[0],
+    ),
+    "both, one sequence": (
+        lambda: nn.MultiheadAttention(32, 4, batch_first=True),
+        1,
+        lambda m, x: m(x[0], x[0], x[0], PAD[0], attn_mask=SQUARE < 0, need_weights=False)[0],
+    ),
+    "encoder": (
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True), 2),
+        2,
+        lambda m, x: m(x, src_key_padding_mask=PAD)[~PAD],  # PyTorch's own gives zeros at padding in evaluation
+    ),
+    "transformer": (
+        lambda: nn.Transformer(32, 4, 1, 1, 64, 0.0, batch_first=True),
+        3,
+        lambda m, x: m(x, x, tgt_mask=SQUARE < 0, src_key_padding_mask=PAD, memory_key_padding_mask=PAD),
+    ),
+}
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
+def test_modules_of_pytorch_with_boolean_masks_call_us(name: str, trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They make 0 and -inf of them. In evaluation they would take a path of their own, which is the control."""
+    build, calls, run_it = MODULES[name]
+    torch.manual_seed(0)
+    module, x = build().double().train(trains), torch.randn(2, 12, 32, dtype=torch.float64)
+    made: list[int] = []
+    monkeypatch.setattr(sdpa, "flash_attn_func", lambda *args, **kwargs: made.append(1) or flash_attn_func(*args, **kwargs))
+    with torch.set_grad_enabled(trains):
+        expected = run_it(module, x)
+        with sdpa.enable():
+            ours = run_it(module, x)
+            assert len(made) == calls
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.backends.mha, "_is_fastpath_enabled", True)
+                run_it(module, x)
+    assert (len(made) == 2 * calls) == (trains or "one sequence" in name)
+    assert largest_error(ours, expected) < 1e-12
+
+
+def test_weights_that_are_computed_elsewhere_are_warned_about() -> None:
+    layer, x = nn.MultiheadAttention(32, 4, batch_first=True), torch.randn(2, 12, 32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected = layer(x, x, x)
+        with sdpa.enable():
+            layer(x, x, x, need_weights=False)
+            with pytest.raises(
+                UserWarning, match=r"nn.MultiheadAttention with need_weights=True.* this attention is PyTorch's, not dash_attn's"
+            ):
+                layer(x, x, x)
+        assert all(map(same_bits, layer(x, x, x), expected))
+    assert nn.MultiheadAttention.forward.__module__ == "torch.nn.modules.activation"
+    assert torch.backends.mha.get_fastpath_enabled()

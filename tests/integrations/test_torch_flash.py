@@ -74,8 +74,10 @@ def test_a_block_puts_back_what_was_active_before() -> None:
             pass
         assert attention.current_flash_attention_impl() == "dash_attn"
         assert switches() == [True, False, False, False]
+        assert not torch.backends.mha.get_fastpath_enabled(), "nn.MultiheadAttention would go round it in evaluation"
     assert attention.current_flash_attention_impl() is None
     assert switches() == before
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 @pytest.mark.filterwarnings("ignore:Flash attention kernel not used", "ignore:Both fused kernels")

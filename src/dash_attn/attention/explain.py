@@ -91,7 +91,7 @@ def _kv(given: Arguments, predict_time: bool) -> Any:
 def _cache(given: Arguments, predict_time: bool) -> CacheExplanation:
     """Nothing is said about lengths and pages that do not fit, and nothing is appended."""
     check_flags(return_softmax_lse=given["return_softmax_lse"], rotary_interleaved=given["rotary_interleaved"])
-    refuse_unsupported(*(given[name] for name in ("rotary_cos", "rotary_sin", "alibi_slopes", "num_splits")))
+    refuse_unsupported(given["alibi_slopes"], given["num_splits"])
     call = with_lengths(CacheCall(**{name: given[name] for name in CacheCall._fields if name in given}))
     check_cache(call)
     call = call._replace(options=options_for(_chosen(given), call.q.shape[-1]))

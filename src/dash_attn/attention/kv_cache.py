@@ -22,6 +22,7 @@ from ..masks import Mask, is_whole
 from ..masks.encoding import decode_mask, encode_mask
 from .known import KnownCacheCall, KnownCall, attend, has_gradient, known_for
 from .pytorch import is_traced, refuse_transforms
+from .rotary import with_rotary
 from .signatures import CacheKeywords, OutAndLse
 from .torch_ops import check_version, empty_results, has_symbols, packed_of
 
@@ -98,7 +99,11 @@ def flash_attn_with_kvcache(  # type: ignore[misc]  # positional choices are Fla
         int32 tensor (batch,). KV tiles are cut by position, so bits depend on it.
     num_splits: 0 or 1. How work is split never changes bits and is not the caller's to choose.
 
-    Rotary embeddings and ALiBi are not supported and raise. There is no backward: a tensor that requires a gradient raises.
+    rotary_cos, rotary_sin, rotary_interleaved: turn k and q before k is appended, as in FlashAttention: (positions, half of the dims that
+        turn), a row for each slot. A new key turns by its position, a query by that of the new key beside it; where the mask is full,
+        by that of the first new key.
+
+    ALiBi is not supported and raises. There is no backward: a tensor that requires a gradient raises.
     What lies in unused slots does not matter, be it NaN. On the GPU lengths and pages are not read on the host: a kernel checks
     them and, like PyTorch's device-side assertions, stops the CUDA context with a message. Nothing is written outside the cache.
 
@@ -113,11 +118,14 @@ def flash_attn_with_kvcache(  # type: ignore[misc]  # positional choices are Fla
         out, lse = known.forward(CacheCall(q, k_cache, v_cache, known.options, k, v, None, *tensors[5:]))  # type: ignore[arg-type]
         return (out, lse) if return_softmax_lse else out
     check_flags(return_softmax_lse=return_softmax_lse, rotary_interleaved=rotary_interleaved)
-    refuse_unsupported(rotary_cos, rotary_sin, alibi_slopes, num_splits)
-    refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, sinks=sinks)
-    call = CacheCall(q, k_cache, v_cache, None, k, v, sinks, *tensors[5:], first_position)  # type: ignore[arg-type]
+    refuse_unsupported(alibi_slopes, num_splits)
+    refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, sinks=sinks, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+    call = with_lengths(CacheCall(q, k_cache, v_cache, None, k, v, sinks, *tensors[5:], first_position))  # type: ignore[arg-type]
     choices = Choices(causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, backend=backend)
-    out, lse = _run(with_lengths(call), None, choices, known)
+    if rotary_cos is not None or rotary_sin is not None:
+        whole = not causal and window_size in ((-1, -1), [-1, -1])
+        call = with_rotary(call, rotary_cos, rotary_sin, rotary_interleaved, whole)  # type: ignore[arg-type]  # None is refused
+    out, lse = _run(call, None, choices, known)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -171,13 +179,8 @@ def refuse_gradients(**tensors: Tensor | None) -> None:
             )
 
 
-def refuse_unsupported(rotary_cos: Any, rotary_sin: Any, alibi_slopes: Any, num_splits: Any) -> None:
+def refuse_unsupported(alibi_slopes: Any, num_splits: Any) -> None:
     """Arguments of FlashAttention that cannot be honoured."""
-    if rotary_cos is not None or rotary_sin is not None:
-        raise ValueError(
-            "rotary embeddings are not supported: rotary_cos and rotary_sin must be None; rotate q and k before the call,"
-            " as training does, so that both have the same bits"
-        )
     if alibi_slopes is not None:
         raise ValueError("ALiBi is not supported: alibi_slopes must be None")
     if not is_whole(num_splits) or num_splits not in (0, 1):

@@ -4,6 +4,7 @@ Overloads tell type checkers what a call returns. They name the options once, as
 in its order, too.
 """
 
+from collections.abc import Sequence
 from typing import Literal, TypedDict
 
 from torch import Tensor
@@ -50,9 +51,9 @@ class Keywords(SharedKeywords, total=False):
 
 
 class PackedKeywords(SharedKeywords, total=False):
-    """Those of flash_attn_varlen_func: a matrix is for sequences of one length."""
+    """Those of flash_attn_varlen_func: one mask for all sequences, or a list with one for each."""
 
-    mask: Mask | None
+    mask: Mask | Sequence[Mask | BooleanMask | Tensor] | None
     block_table: Tensor | None
 
 
@@ -61,8 +62,8 @@ class CacheKeywords(TypedDict, total=False):
 
     k: Tensor | None
     v: Tensor | None
-    rotary_cos: None
-    rotary_sin: None
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
     cache_seqlens: int | Tensor | None
     cache_batch_idx: Tensor | None
     cache_leftpad: Tensor | None

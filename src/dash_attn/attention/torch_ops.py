@@ -13,7 +13,7 @@ import torch
 from torch import SymFloat, SymInt, Tensor
 
 from ..backends import resolve
-from ..call.boolean_masks import check_mask_tensor
+from ..call.boolean_masks import check_mask_tensor, refuse_learnt
 from ..call.call import Call, Given, Grads, Saved, options_of, sequences_in, with_elements
 from ..call.offsets import Packed, SequenceOffsets
 from ..call.options import Choices, choose_mask, text_of
@@ -68,6 +68,8 @@ def traced_attention(q: Tensor, k: Tensor, v: Tensor, given: Given, packed: Pack
     """The operator."""
     chosen = choose_mask(choices.mask, choices.causal, choices.window_size)
     matrix = chosen if isinstance(chosen, Tensor) else None
+    if matrix is not None:
+        refuse_learnt(matrix)
     name, sizes = (BY_TENSOR, []) if matrix is not None else encode_mask(chosen)
     *ends, longest_q, longest_k = packed or (None, None, 0, 0)
     choices = choices._replace(schedule=schedule_text(choices.schedule))

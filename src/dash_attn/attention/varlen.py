@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
@@ -9,12 +10,13 @@ from torch import Tensor
 from ..call.call import Given
 from ..call.offsets import SequenceOffsets
 from ..call.options import Accumulation, BackendName, Choices, check_options
-from ..masks import Mask
+from ..masks import BooleanMask, Mask
 from ..scheduling.generators import ScheduleName
 from ..scheduling.schedule import Schedule
 from .functions import new_attention
 from .known import known_of
 from .kv_cache import attention_of_pages
+from .mask_per_sequence import are_masks, attention_of_each
 from .pytorch import refuse_transforms
 from .signatures import AnyResults, No, OutAndLse, OutLseNone, PackedKeywords, Yes
 
@@ -56,7 +58,7 @@ def flash_attn_varlen_func(  # type: ignore[misc]  # positional choices are Flas
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
     *,
-    mask: Mask | None = None,
+    mask: Mask | Sequence[Mask | BooleanMask | Tensor] | None = None,
     sinks: Tensor | None = None,
     dropout_seed: Tensor | None = None,
     schedule: ScheduleName | Schedule = "auto",
@@ -71,6 +73,9 @@ def flash_attn_varlen_func(  # type: ignore[misc]  # positional choices are Flas
     cu_seqlens_q[i] to cu_seqlens_q[i + 1], and likewise the key tokens; either may be none. The mask applies to each
     sequence. The arguments before block_table are FlashAttention-2's, the others those of flash_attn_func; a schedule is
     "auto" or, on the CPU, a name: each sequence is planned by its own lengths, so a Schedule fits none of them and raises.
+
+    mask may be a list with a mask for each sequence, boolean matrices too (docs/masks.md). Each is then a call of its own, and on a
+    GPU the host waits for the lengths.
 
     dropout_seed is (sequences,): each sequence drops the pairs that it drops alone with its seed. alibi_slopes are (q_heads,) or
     (sequences, q_heads).
@@ -98,6 +103,8 @@ def flash_attn_varlen_func(  # type: ignore[misc]  # positional choices are Flas
         check_options(choices, deterministic=deterministic, return_attn_probs=return_attn_probs, return_lse=return_lse)
         if block_table is not None:
             out, lse = attention_of_pages(q, k, v, sinks, block_table, packed, choices)
+        elif are_masks(mask):
+            out, lse = attention_of_each((q, k, v), Given(sinks, dropout_seed, alibi_slopes), choices, packed)
         else:
             out, lse = new_attention(q, k, v, Given(sinks, dropout_seed, alibi_slopes), choices, known, packed)
     if return_attn_probs:

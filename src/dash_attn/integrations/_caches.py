@@ -34,6 +34,8 @@ FOR_THE_CACHE = ("cache", "read_index", "write_index", "block_table", "logits_in
 def goes_to_cache(q: Tensor, k: Tensor, v: Tensor, given: LayerMask, sinks: Tensor | None) -> bool:
     """Whether a cache is attended, and the kernel for caches is the one to do it: that of flash_attn_func has the same bits, and a
     backward. It cannot count positions from elsewhere than the first key."""
+    if isinstance(given.mask, Tensor):
+        return False
     dropped = given.first_position > 0
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
     if dropped and trains:
@@ -41,9 +43,10 @@ def goes_to_cache(q: Tensor, k: Tensor, v: Tensor, given: LayerMask, sinks: Tens
             f"dash_attn has no backward for a cache that dropped keys, here those before position {given.first_position}:"
             " call the model under torch.no_grad(), or train on the whole sequence with use_cache=False"
         )
-    if dropped and given.windows == (None,):
+    if dropped and given.windows == (None,) and q.shape[1] > 1:
         raise NotImplementedError(
-            f"dash_attn got a mask without a window, and a cache that dropped the keys before position {given.first_position}"
+            f"dash_attn got a mask without a window, and a cache that dropped the keys before position {given.first_position}: one new"
+            " token at a time attends what is left"
         )
     # Padded rows get there with one query, or with none that is padding: places_in_cache refuses others.
     few = q.shape[1] < given.keys and q.shape[1] <= (FEW_QUERIES if given.padding is None else 1)
@@ -58,11 +61,14 @@ def attend_to_cache(q: Tensor, k: Tensor, v: Tensor, given: LayerMask, options: 
     places: dict[str, Any] = {"cache_seqlens": lengths, "first_position": given.first_position}
     if given.places is not None:
         places |= {name: numbers.to(q.device) for name, numbers in given.places.items()}
-    out: Tensor = flash_attn_with_kvcache(q, k, v, **places, **_mask_arguments(given.mask), **options)
+    mask = given.mask
+    if given.first_position and isinstance(mask, Causal):  # the one query attends what is left, also in Moshi, which has no window
+        mask = Window(given.keys - 1, 0)
+    out: Tensor = flash_attn_with_kvcache(q, k, v, **places, **_mask_arguments(mask), **options)
     return out
 
 
-def _mask_arguments(mask: Mask) -> dict[str, Any]:
+def _mask_arguments(mask: Mask | Tensor) -> dict[str, Any]:
     if isinstance(mask, Window):
         return {"window_size": (mask.left, mask.right)}
     if isinstance(mask, (Full, Causal)):

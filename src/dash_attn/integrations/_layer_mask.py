@@ -8,16 +8,17 @@ to end, and the kernels of packed sequences need to know nothing of padding.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from inspect import signature
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..call.offsets import FROM_A_MASK, NO_OFFSETS, SequenceOffsets
+from ..call.offsets import NO_OFFSETS, SequenceOffsets
 from ..masks import Causal, Full, Mask, Window
 
 # What the forward of a layer may take without a second source of states. With one, the mask may be that of other tokens than the queries.
@@ -38,20 +39,26 @@ def kept_columns(attention_mask: Tensor, batch: int, kv_len: int, kv_offset: int
     return attention_mask[:, kv_offset : kv_offset + kv_len].to(torch.bool)
 
 
-def is_known_whole(kept: Tensor, mask: Mask) -> bool:
-    """Whether nothing is padded, where that is known here. Raises for holes, where they are."""
+def known_padding(kept: Tensor, mask: Mask | Tensor) -> Literal["none", "stretches", "holes", "unknown"]:
+    """What is padded, as far as the host may look. "holes" also where rows of this mask cannot be packed sequences."""
     served = isinstance(mask, (Full, Causal, Window))
     if torch.compiler.is_compiling() or (served and kept.device.type != "cpu"):
-        return False
+        return "unknown"
     if bool(kept.all()):
-        return True
-    if not served:
-        raise NotImplementedError(f"dash_attn supports padding with causal, bidirectional and sliding-window masks; this one is {mask}")
-    first, end, _ = _stretches(kept)
-    for row, (low, high, count) in enumerate(zip(first.tolist(), end.tolist(), kept.sum(1).tolist(), strict=True)):
-        if high - low != count:
-            raise ValueError(f"{FROM_A_MASK}; row {row} keeps {count} tokens between columns {low} and {high - 1}")
-    return False
+        return "none"
+    return "stretches" if served and bool(_stretches(kept)[2]) else "holes"
+
+
+def refuse_behind_padding(attention_mask: Tensor, q_offset: int) -> None:
+    """Tokens that go on from a padded place, whose own output is 0: a prompt that is padded on the right."""
+    before, queries = attention_mask[:, :q_offset].to(torch.bool), attention_mask[:, q_offset:].to(torch.bool)
+    behind = before.any(1) & ~before[:, -1] & queries.any(1)
+    if bool(behind.any()):
+        row = int(behind.nonzero()[0])
+        raise ValueError(
+            f"dash_attn cannot go on from padding: row {row} of the attention_mask keeps tokens, then none up to column {q_offset - 1}, and"
+            " new ones behind it. Pad prompts on the left"
+        )
 
 
 class Padding:
@@ -60,7 +67,7 @@ class Padding:
     kept: (batch, keys).
     """
 
-    def __init__(self, kept: Tensor, q_len: int, mask: Mask) -> None:
+    def __init__(self, kept: Tensor, q_len: int, mask: Mask | Tensor) -> None:
         self.kept = kept
         self._rows = self._keys = None
         if _looks_back(mask) or q_len == kept.shape[1]:
@@ -84,7 +91,7 @@ class Padding:
 def places_in_cache(attention_mask: Tensor, q_len: int, first: int, end: int) -> dict[str, Tensor]:
     """Under a mask that looks back, for a cache that has the tokens from column `first` to `end`, the queries last: the slot of each
     row's first key, and the position of that key, as flash_attn_with_kvcache takes them. A row whose one query is padding has no keys.
-    Where holes or queries are padding that would matter, a slot is -1, and is refused."""
+    Where holes or queries are padding that would matter, a slot is -1, and is refused: the host may not have looked for them."""
     kept = attention_mask[:, :end].to(torch.bool)
     left, _, known = _stretches(kept)
     if q_len == 1:
@@ -107,7 +114,7 @@ def refuse_beside(padding: Padding, offsets: SequenceOffsets) -> SequenceOffsets
     return _valid_if(padding.kept.all(), offsets)
 
 
-def _looks_back(mask: Mask) -> bool:
+def _looks_back(mask: Mask | Tensor) -> bool:
     return isinstance(mask, Causal) or (isinstance(mask, Window) and mask.right == 0)
 
 
@@ -164,9 +171,12 @@ class ForeignUse(AttributeError, TypeError):
 
 @dataclass(slots=True, eq=False, repr=False)
 class LayerMask:
-    """A mask and the lengths it is for, with the documents' offsets where the batch is packed."""
+    """A mask and the lengths it is for, with the documents' offsets where the batch is packed.
 
-    mask: Mask
+    Where no mask by name says what is attended, it is a matrix: (batch, heads or 1, queries, keys), padding included.
+    """
+
+    mask: Mask | Tensor
     lengths: tuple[int, int]
     offsets: SequenceOffsets | None = None
     keys: int = -1  # how many of the keys that a layer gets are attended; -1 for all. A static cache has slots behind them
@@ -178,6 +188,7 @@ class LayerMask:
     noted: dict[str, Any] = field(default_factory=dict)  # what the model was given that tells documents (`_documents.py`)
     padding: Padding | None = None  # of rows that may be padded
     places: dict[str, Tensor] | None = None  # of such rows in a cache; None if keys are from slot 0 and first_position on
+    as_matrix: Callable[[], Tensor] | None = None  # the same with its padding, for models that put two masks side by side
     model: str = "this model"  # the name of the configuration it was made for, for messages
     ndim: ClassVar[int] = 4  # transformers asks whether it has made this mask already: of four dimensions it has
 
@@ -197,8 +208,17 @@ class LayerMask:
                 f" a layer attends {q_len} queries and {kv_len} keys"
             )
 
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """transformers reads the keys off it where a model hands the mask to a part of itself."""
+        return 1, 1, *self.lengths
+
+    @property
+    def in_words(self) -> str:
+        return "a matrix" if isinstance(self.mask, Tensor) else str(self.mask)
+
     def __repr__(self) -> str:
-        return f"<mask of dash_attn: {self.mask}, {self.lengths[0]} queries, {self.lengths[1]} keys>"
+        return f"<mask of dash_attn: {self.in_words}, {self.lengths[0]} queries, {self.lengths[1]} keys>"
 
     def __getitem__(self, index: Any) -> LayerMask:
         """Models cut a mask to the length of the keys. A cut that keeps all is the mask itself."""
@@ -215,7 +235,12 @@ class LayerMask:
         _refuse(self.model, f"asks for its .{name}")
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+        if func is torch.cat and (kwargs or {}).get("dim") == -1:  # self and cross attention in one (T5Gemma 2)
+            matrices = [mask.as_matrix for mask in args[0] if isinstance(mask, LayerMask) and mask.as_matrix is not None]
+            if len(matrices) == len(args[0]):
+                joined: Tensor = torch.cat([matrix() for matrix in matrices], dim=-1)
+                return joined
         found = next((given for given in (*args, *(kwargs or {}).values()) if isinstance(given, LayerMask)), None)
         _refuse("this model" if found is None else found.model, f"calls {getattr(func, '__name__', func)} on it")
 

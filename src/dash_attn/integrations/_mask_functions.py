@@ -1,4 +1,4 @@
-"""Which of our masks a mask function of transformers is: read off what it is made of, or else off its pattern.
+"""Which of our masks a mask function of transformers is: read off what it is made of, or else off its pattern. Others are matrices.
 
 The pattern is read in blocks of rows, so memory stays linear in the length.
 """
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..masks import Causal, Documents, Full, IntervalMask, Window
+from ..masks import Causal, Documents, Full, IntervalMask, Prefix, Window
 
 MaskFunction = Callable[..., Any]
 Pattern = Callable[[int, range, range], Tensor]  # (sequence, rows, columns) -> boolean matrix
@@ -99,26 +99,38 @@ def _makers() -> Iterator[tuple[str, Any, str]]:
         yield "by position", remap(None, None), "mask_function"
 
 
-def mask_of_pattern(pattern: Pattern, batch: int, q_len: int, kv_len: int) -> IntervalMask:
-    """The mask that keeps exactly this pattern in every sequence of the batch, or an error."""
-    first, end = _row_bounds(pattern, 0, q_len, kv_len)
+def mask_of_pattern(pattern: Pattern, batch: int, q_len: int, kv_len: int) -> IntervalMask | None:
+    """The mask by name that keeps exactly this pattern in every sequence of the batch, if there is one."""
+    bounds = _row_bounds(pattern, 0, q_len, kv_len)
+    if bounds is None:
+        return None
     for sequence in range(1, batch):
-        if not _equal(_row_bounds(pattern, sequence, q_len, kv_len), (first, end)):
-            raise ValueError(
-                "dash_attn has one mask for the whole batch: lay documents of different lengths in one row, with batch size 1."
-                " Chunked attention counts from the first token, so with it rows cannot be padded on the left"
-            )
+        others = _row_bounds(pattern, sequence, q_len, kv_len)
+        if others is None or not _equal(others, bounds):
+            return None
     rows = np.arange(q_len)
-    for mask in _candidates(first, end, q_len, kv_len):
-        if _equal(mask.clipped_bounds(rows, q_len, kv_len), (first, end)):
-            return mask
-    raise NotImplementedError(
-        "dash_attn supports causal, bidirectional, sliding-window and packed-document masks; this mask is none of them"
+    found = (mask for mask in _candidates(*bounds, q_len, kv_len) if _equal(mask.clipped_bounds(rows, q_len, kv_len), bounds))
+    return next(found, None)
+
+
+def matrix_of(function: MaskFunction | None, kept: Tensor | None, arguments: dict[str, Any], **places: int) -> Tensor:
+    """(batch, 1, queries, keys), as transformers makes it for others. kept: the 2-d attention_mask."""
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    named = {name: arguments[name] for name in ("use_vmap", "device") if name in arguments}
+    made: Tensor = sdpa_mask(
+        mask_function=function or causal_mask_function,
+        attention_mask=None if kept is None else kept.to(torch.bool),
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+        **named,
+        **places,
     )
+    return made
 
 
-def _row_bounds(pattern: Pattern, sequence: int, q_len: int, kv_len: int) -> Bounds:
-    """First kept key and end of the kept keys of each row. Every row must keep one interval."""
+def _row_bounds(pattern: Pattern, sequence: int, q_len: int, kv_len: int) -> Bounds | None:
+    """First kept key and end of the kept keys of each row; None unless every row keeps one interval."""
     first, end = np.zeros(q_len, np.int64), np.zeros(q_len, np.int64)
     for start in range(0, q_len, ROWS):
         rows = range(start, min(start + ROWS, q_len))
@@ -127,7 +139,7 @@ def _row_bounds(pattern: Pattern, sequence: int, q_len: int, kv_len: int) -> Bou
         count = kept.sum(1)
         highest = kv_len - kept.flip(1).argmax(1)
         if not ((highest - lowest) == count).all():
-            raise NotImplementedError("dash_attn supports masks in which every query attends one interval of keys; this one has gaps")
+            return None
         first[start : rows.stop], end[start : rows.stop] = lowest.cpu().numpy(), highest.cpu().numpy()
     return first, end
 
@@ -141,6 +153,8 @@ def _candidates(first: NDArray[np.int64], end: NDArray[np.int64], q_len: int, kv
     candidates: list[IntervalMask] = [Causal(), Full()]
     if left >= 0 and right >= 0:
         candidates.append(Window(left, right))
+    if q_len == kv_len and q_len and end[0] > 1:
+        candidates.append(Prefix(int(end[0])))
     if q_len == kv_len:
         candidates += [Documents(documents), Documents(documents, causal=False)]
     return candidates

@@ -7,21 +7,34 @@ padded. What we have no mask for raises, as does a model whose attention does no
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ..attention.autocast import under_autocast
 from ..attention.functions import flash_attn_func
 from ..attention.varlen import flash_attn_varlen_func
 from ..call.offsets import SequenceOffsets
 from ..door import Change, Door, refuse_unknown
-from ..masks import Causal, Full, Mask, Window
+from ..masks import Causal, Documents, Full, Mask, Window
 from ._caches import FOR_THE_CACHE, attend_to_cache, attend_to_pages, goes_to_cache, kept_implementation
 from ._documents import OFFSETS, ON_THE_HOST, PositionReader, are_noted, given_documents, offsets_of_arguments, offsets_of_indices
-from ._layer_mask import NAME, LayerMask, Padding, is_known_whole, kept_columns, places_in_cache, places_of_all_keys, refuse_beside
-from ._mask_functions import MaskFunction, is_plain, is_plain_window, mask_of_pattern, read_causal, read_chunks
+from ._layer_mask import (
+    NAME,
+    LayerMask,
+    Padding,
+    kept_columns,
+    known_padding,
+    places_in_cache,
+    places_of_all_keys,
+    refuse_behind_padding,
+    refuse_beside,
+)
+from ._mask_functions import MaskFunction, Pattern, is_plain, is_plain_window, mask_of_pattern, matrix_of, read_causal, read_chunks
 from ._model_check import check, checks_of_models, note_call, watched_model
 from ._torch_context_parallel import has_placement, refuse_inside
 
@@ -74,7 +87,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: LayerMask | None,
+    attention_mask: LayerMask | Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -85,8 +98,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention of (batch, heads, length, dim) tensors -> (batch, length, heads, dim).
 
-    attention_mask: what `mask_for` returned. Without one every query attends every key, and the layer must say that it is
-    not causal (`is_causal=False`, or the module's).
+    attention_mask: what `mask_for` returned, or a matrix of the caller's, 4-d, boolean or of 0 and -inf. Without one every query
+    attends every key, and the layer must say that it is not causal (`is_causal=False`, or the module's).
     s_aux: attention sinks, one logit per query head.
     dropout: of the weights, with seeds from PyTorch's generator, one per sequence or document.
     Of a cache's keys those in use are attended (`_caches.py`).
@@ -98,18 +111,16 @@ def attention(
     paged = kwargs.get("cache") is not None
     false = tuple(name for name in ONLY_FALSE if kwargs.get(name) is False)
     refuse_unknown("dash_attn", kwargs, (*USED, *WITHOUT_EFFECT, *false, *(FOR_THE_CACHE if paged else ())), f"which {layer} was given")
-    given = _mask_without_one(module, query, key, is_causal, sliding_window) if attention_mask is None else attention_mask
-    if not isinstance(given, LayerMask):
-        raise ValueError(
-            f"dash_attn takes the masks it makes itself; {layer} got a {type(given).__name__}."
-            " Pass a 2-d attention_mask or None, and pack documents with position_ids"
-        )
+    if attention_mask is None:
+        given = _mask_without_one(module, query, key, is_causal, sliding_window)
+    else:
+        given = attention_mask if isinstance(attention_mask, LayerMask) else _mask_of_the_caller(attention_mask, layer, query.shape[2])
     given.check(query.shape[2], key.shape[2])
     options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
     if paged:
         _refuse_dropout_with_cache(dropout, layer)
         return attend_to_pages(module, under_autocast(query, key, value), given, kwargs, options), None
-    _refuse_contradiction(given.mask, given.first_position + given.keys, is_causal, sliding_window)
+    _refuse_contradiction(given.mask, given.keys + given.first_position * (given.windows is not None), is_causal, sliding_window)
     q, k, v = (x.transpose(1, 2) for x in under_autocast(query, key, value))  # as eager's matrix products would be
     k, v = k[:, given.first_key :], v[:, given.first_key :]
     offsets = _packed_offsets(given, len(query), kwargs)
@@ -119,7 +130,10 @@ def attention(
     if offsets is None and given.padding is not None:
         offsets = given.padding.offsets(type(module))
     k, v = k[:, : given.keys], v[:, : given.keys]
-    options |= {"mask": given.mask, "head_offset": first_kv_head(module, key.shape[1]), "dropout_p": dropout}
+    mask = given.mask
+    if isinstance(mask, Tensor):
+        mask, k, v = _from_position_0(mask.to(q.device), k, v, given.first_position)
+    options |= {"mask": mask, "head_offset": first_kv_head(module, key.shape[1]), "dropout_p": dropout}
     if offsets is None:
         return flash_attn_func(q, k, v, **options), None
     offsets = offsets.on(q.device)  # layers of one model may be on several devices, and nobody moves our mask
@@ -139,11 +153,24 @@ def _packed_offsets(given: LayerMask, batch: int, arguments: dict[str, Any]) -> 
         offsets = _positions.offsets(arguments["position_ids"], batch, given.first_position + given.keys)
     if offsets is not None and noted.get("has_cache"):
         raise NotImplementedError("dash_attn does not support packed documents with a cache, whose next tokens would attend all of them")
+    if offsets is not None and isinstance(given.mask, Documents) and given.offsets is None:
+        _check_chunks(given.mask, offsets)
+        return None
     if offsets is not None and not isinstance(given.mask, (Full, Causal, Window)):
         raise NotImplementedError(
-            f"dash_attn supports documents with causal, bidirectional and sliding-window masks; this one is {given.mask}"
+            f"dash_attn supports documents with causal, bidirectional and sliding-window masks; this one is {given.in_words}"
         )
     return offsets if offsets is None or given.padding is None else refuse_beside(given.padding, offsets)
+
+
+def _check_chunks(mask: Documents, offsets: SequenceOffsets) -> None:
+    """Chunked attention: the mask has the chunks of each document, if transformers has seen the documents."""
+    ends = {0, *accumulate(mask.lengths)}
+    if not set(offsets.cu_seqlens_q.tolist()) <= ends:
+        raise NotImplementedError(
+            "dash_attn keeps documents apart under chunked attention where transformers counts the chunks from the start of each: give"
+            " position_ids, use_cache=False and no attention_mask beside cu_seq_lens_q"
+        )
 
 
 def _mask_without_one(module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None, sliding_window: int | None) -> LayerMask:
@@ -157,6 +184,28 @@ def _mask_without_one(module: nn.Module, query: Tensor, key: Tensor, is_causal: 
     return LayerMask(Full(), (query.shape[2], key.shape[2]))
 
 
+def _mask_of_the_caller(matrix: Any, layer: str, q_len: int) -> LayerMask:
+    """Models hand a 4-d attention_mask on as it is."""
+    if not isinstance(matrix, Tensor) or matrix.ndim != 4:
+        got = f"a {matrix.ndim}-d tensor" if isinstance(matrix, Tensor) else f"a {type(matrix).__name__}"
+        raise ValueError(
+            f"dash_attn takes an attention_mask that is 2-d, 4-d (batch, heads or 1, queries or 1, keys) or None; {layer} got {got}"
+        )
+    made = LayerMask(matrix, (q_len if matrix.shape[2] == 1 else matrix.shape[2], matrix.shape[3]))
+    made.documents_are_known = True
+    if are_noted():
+        made.noted = given_documents()
+    return made
+
+
+def _from_position_0(mask: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where a cache dropped keys, with others in their place that nobody attends: KV tiles are cut by position."""
+    if not first:
+        return mask, k, v
+    k, v = (functional.pad(x, (0, 0, 0, 0, first, 0)) for x in (k, v))
+    return functional.pad(mask, (first, 0)), k, v
+
+
 def _refuse_dropout_with_cache(dropout: float, layer: str) -> None:
     if dropout:
         raise ValueError(
@@ -165,7 +214,7 @@ def _refuse_dropout_with_cache(dropout: float, layer: str) -> None:
         )
 
 
-def _refuse_contradiction(mask: Mask, kv_len: int, is_causal: bool | None, sliding_window: int | None) -> None:
+def _refuse_contradiction(mask: Mask | Tensor, kv_len: int, is_causal: bool | None, sliding_window: int | None) -> None:
     """Eager attention goes by the mask alone, others by these arguments. Where they disagree nobody can be right."""
     if is_causal is False and isinstance(mask, Causal):
         raise ValueError(
@@ -213,6 +262,18 @@ class _Asked(NamedTuple):
             return True
         return is_plain_window(self.function, self.arguments)
 
+    def matrix(self, attention_mask: Tensor | None) -> Tensor:
+        """The mask function on all of them, with what is padded."""
+        places = {"batch_size": self.batch, "q_length": self.q_len, "kv_length": self.kv_len}
+        return matrix_of(self.function, attention_mask, self.arguments, **places, q_offset=self.q_offset, kv_offset=self.kv_offset)
+
+    def pattern(self) -> Pattern:
+        """Without what is padded. A function that does not take many places at once makes the whole matrix."""
+        if not self.arguments.get("use_vmap"):
+            return self.rectangle
+        matrix = self.matrix(None)
+        return lambda sequence, rows, columns: matrix[sequence, 0, rows.start : rows.stop, columns.start : columns.stop]
+
     def rectangle(self, sequence: int, rows: range, columns: range) -> Tensor:
         """The mask function on a rectangle of one sequence, as a boolean matrix."""
         assert self.function is not None
@@ -245,12 +306,13 @@ def mask_for(
 
 def _made(asked: _Asked, attention_mask: Tensor | None) -> LayerMask:
     refuse_inside('attn_implementation="dash_attn"')
-    if asked.arguments.get("use_vmap"):
-        raise NotImplementedError("dash_attn does not support masks made of the caller's own functions")
     asked = asked._replace(q_offset=int(asked.q_offset), kv_offset=int(asked.kv_offset))
     made = _described_mask(asked)
-    if attention_mask is not None:
-        _add_padding(made, attention_mask, asked)
+    if made is None or (attention_mask is not None and not _add_padding(made, attention_mask, asked)):
+        if attention_mask is not None and asked.q_offset:
+            refuse_behind_padding(attention_mask, asked.q_offset)
+        made = LayerMask(asked.matrix(attention_mask), (asked.q_len, asked.kv_len), first_position=asked.kv_offset)
+    made.as_matrix = partial(asked.matrix, attention_mask)
     if are_noted():
         made.noted = given_documents()
     made.documents_are_known |= attention_mask is not None and "position_ids" not in made.noted  # with them it is the model's own
@@ -261,20 +323,27 @@ def _made(asked: _Asked, attention_mask: Tensor | None) -> LayerMask:
 _made_on_the_host: Callable[..., LayerMask] = torch.compiler.disable(_made, reason=ON_THE_HOST)
 
 
-def _add_padding(made: LayerMask, attention_mask: Tensor, asked: _Asked) -> None:
+def _add_padding(made: LayerMask, attention_mask: Tensor, asked: _Asked) -> bool:
+    """False where the mask with its padding is none that has a name, as far as the host knows."""
     first = asked.kv_offset + made.first_key  # the column of the first key
     kept = kept_columns(attention_mask, asked.batch, made.keys, first)
-    if first and made.windows is None and not bool(attention_mask[:, : first + made.keys].all()):
-        raise NotImplementedError("dash_attn does not support padding with chunked attention: lay the documents end to end in one row")
-    if not is_known_whole(kept, made.mask):
+    if first and made.windows is None and not bool(attention_mask[:, : first + made.keys].all()):  # chunks before
+        return False
+    padding = known_padding(kept, made.mask)
+    if padding == "holes":
+        return False
+    if padding != "none":
         made.padding = Padding(kept, asked.q_len, made.mask)
     if made.padding is not None and asked.q_len == 1 and isinstance(made.mask, Full):
         made.places = places_of_all_keys(kept)
     elif made.first_position or (made.padding is not None and asked.q_len == 1):  # what a cache dropped may have been padding
         made.places = places_in_cache(attention_mask, asked.q_len, first, first + made.keys)
+        return padding == "unknown" or not bool((made.places["cache_leftpad"] < 0).any())
+    return True
 
 
-def _described_mask(asked: _Asked) -> LayerMask:
+def _described_mask(asked: _Asked) -> LayerMask | None:
+    """None if no mask by name is the one that is asked for."""
     function, lengths = asked.function, (asked.q_len, asked.kv_len)
     if function is not None and is_plain(function, "bidirectional"):
         return LayerMask(Full(), lengths)
@@ -284,15 +353,18 @@ def _described_mask(asked: _Asked) -> LayerMask:
         # Queries of one chunk attend what it has so far. To the bits it is a sequence of its own, as where a forward has many chunks.
         start = asked.q_offset // chunk * chunk
         return LayerMask(Causal(), lengths, keys=end - start, first_key=start - first)
+    if chunk is not None and asked.q_offset:
+        raise NotImplementedError(
+            f"dash_attn takes a part of a prompt that ends in the chunk of attention in which it begins, or a whole prompt; chunks have"
+            f" {chunk} tokens, and got positions {asked.q_offset} to {end - 1}"
+        )
     known = (None, None) if function is None else read_causal(function)
     keys = end - first
-    if keys > asked.kv_len or (keys < asked.kv_len and known is None):
-        why = "" if keys > asked.kv_len else ". A static cache has slots behind the last query: with this mask, use a dynamic cache"
-        raise NotImplementedError(
-            f"dash_attn needs the last query at the last key; got positions {end - 1} and {first + asked.kv_len - 1}{why}"
-        )
     if known is None:
-        return LayerMask(mask_of_pattern(asked.rectangle, asked.batch, *lengths), lengths)
+        mask_by_name = mask_of_pattern(asked.pattern(), asked.batch, *lengths)
+        return None if mask_by_name is None or (first and asked.q_len > 1) else LayerMask(mask_by_name, lengths, first_position=first)
+    if keys > asked.kv_len:
+        raise NotImplementedError(f"dash_attn needs the last query at the last key; got positions {end - 1} and {first + asked.kv_len - 1}")
     window, documents = known
     mask = Causal() if window is None or window >= end else Window(window - 1, 0)
     made = LayerMask(mask, lengths, None if documents is None else offsets_of_indices(documents), keys, first_position=first)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..attention.functions import flash_attn_func
 from ..attention.varlen import flash_attn_varlen_func
 from ..call.offsets import SequenceOffsets
+from ..call.options import check_dropout
 from ..door import refuse_unknown
 from ..masks import Causal, Full, Mask, Window
 
@@ -30,7 +31,6 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "flash_decode": ((False,), "with it Megatron's layer calls flash-attn instead of its core attention"),
     "softmax_type": (("vanilla", "off-by-one", "learnable"), "other denominators are not known here"),
     "attention_backend": (("auto", None), "this is the backend itself"),
-    "attention_dropout": ((0.0,), "set it in the TransformerConfig, whose default is 0.1 (Megatron-LM: --attention-dropout 0.0)"),
 }
 CAUSAL, FULL = ("causal", "causal_bottom_right", "padding_causal"), ("no_mask", "padding")
 WITH_OFFSETS_ONLY = ("padding", "padding_causal")
@@ -44,6 +44,7 @@ class DashCoreAttention(nn.Module):
     """Attention between the projections of a Megatron-Core layer, with Megatron's arguments.
 
     Every tensor-parallel rank computes the bits that its heads have in the unsharded model: `head_offset` comes from the rank.
+    Dropout draws its seeds from PyTorch's generator, outside of Megatron's tensor-parallel one, so ranks of a tensor drop as one would.
     What Megatron asks for and cannot be honoured raises, configurations when the layer is built.
     """
 
@@ -62,7 +63,9 @@ class DashCoreAttention(nn.Module):
     ) -> None:
         """k_channels and v_channels (multi-latent attention) are read from the tensors; cp_comm_type is for context parallelism."""
         super().__init__()
-        _check_config(config, attention_dropout)
+        _check_config(config)
+        self.dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
+        check_dropout(self.dropout_p)
         self.config, self.layer_number = config, layer_number
         self.attn_mask_type, self.attention_type = attn_mask_type, attention_type
         self.softmax_scale = softmax_scale
@@ -97,6 +100,7 @@ class DashCoreAttention(nn.Module):
             # A logit of 0 adds the one.
             "sinks": query.new_zeros(self.heads[0]) if self.config.softmax_type == "off-by-one" else self.softmax_offset,
             "head_offset": self.head_offset,
+            "dropout_p": self.dropout_p if self.training else 0.0,
         }
         if offsets is not None:
             packed: Tensor = flash_attn_varlen_func(query, key, value, **offsets.named(), **options)
@@ -185,14 +189,13 @@ def _share(name: str, count: int, ranks: int) -> int:
     return count // ranks
 
 
-def _check_config(config: Any, attention_dropout: float | None) -> None:
+def _check_config(config: Any) -> None:
     """Raise for a configuration that cannot be honoured. Called when the layer is built."""
     for name, (allowed, hint) in ONLY.items():
-        own = attention_dropout if name == "attention_dropout" else None
-        found = getattr(config, name, allowed[0]) if own is None else own
-        if getattr(found, "name", found) not in allowed:
-            who = "the config" if own is None else "the layer"
-            raise ValueError(f"{WHO} takes {name}={' or '.join(map(str, allowed))}; {who} has {getattr(found, 'name', found)}: {hint}")
+        found = getattr(config, name, allowed[0])
+        found = getattr(found, "name", found)
+        if found not in allowed:
+            raise ValueError(f"{WHO} takes {name}={' or '.join(map(str, allowed))}; the config has {found}: {hint}")
 
 
 def _check_tensors(query: Tensor, key: Tensor, heads: tuple[int, int], packed: bool) -> None:

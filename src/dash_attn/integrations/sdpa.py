@@ -5,13 +5,14 @@ What dash-attn cannot do raises; no call goes back to PyTorch's kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import get_overridable_functions
 
@@ -39,13 +40,16 @@ def enable(**options: Any) -> AbstractContextManager[object]:
     PyTorch's own context_parallel (or Accelerate's), which then calls us: its mesh is the group, and it deals the rows. Calls
     outside its block are plain ones.
 
+    nn.MultiheadAttention and nn.Transformer's layers call the function in evaluation, too: PyTorch's fast paths around it are switched off
+    meanwhile. With need_weights=True nn.MultiheadAttention computes attention by itself, which is warned about.
+
     Code that imported the function by name before keeps PyTorch's. Blocks nest. The name is one for the whole process: other threads
     also see the replacement, so enter and leave blocks on one thread. Gradients may be taken after the block.
     """
     _check_options(options)
     check_block(options.get("context_parallel"), options.get("sharding", "zigzag"))
     get_overridable_functions()  # PyTorch makes this list once: made from now on, it would have our function in it for good
-    return DOOR.open(Change(functional, "scaled_dot_product_attention", _with(kept_options(options))))
+    return DOOR.open(Change(functional, "scaled_dot_product_attention", _with(kept_options(options))), *MODULES)
 
 
 def disable() -> None:
@@ -67,9 +71,10 @@ def scaled_dot_product_attention(
     """PyTorch's arguments and layout (batch, heads, length, head dim), our bits.
 
     As in PyTorch, `is_causal` aligns the first query with the first key, with `enable_gqa` there may be more query
-    heads than KV heads, autocast casts the tensors, and the output of contiguous queries is contiguous. Tensors are
-    4-d and are not broadcast. attn_mask is boolean and broadcasts to (batch, heads, length, length of key), as in PyTorch; a query
-    that attends nothing has output 0 (docs/masks.md). Biases raise.
+    heads than KV heads, autocast casts the tensors, and the output of contiguous queries is contiguous. Tensors have at
+    least two dimensions; key and value may have 1 where the query has more sequences or heads. attn_mask is boolean, or of
+    0 and -inf, and broadcasts to (batch, heads, length, length of key), as in PyTorch, or it is one of
+    torch.nn.attention.bias. A query that attends nothing has output 0 (docs/masks.md). Other biases raise.
     As in PyTorch, dropout_p drops whenever it is not 0. Seeds come from PyTorch's generator, but the pairs are ours (docs/dropout.md).
     """
     _check_options(options)
@@ -83,21 +88,65 @@ def scaled_dot_product_attention(
         options |= of_ranks
         return placed_like(query, scaled_dot_product_attention(*rows, None, dropout_p, is_causal, scale, enable_gqa, **options))
     check_strided(query=query, key=key, value=value)
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.ndim != 4:
-            raise ValueError(f"{name} must be 4-d (batch, heads, length, head dim); got shape {tuple(tensor.shape)}")
-    q, k, v = under_autocast(query, key, value)
+    batch, (q, k, v) = _heads_second(under_autocast(query, key, value), enable_gqa)
     _check_tensors(q, k, v, enable_gqa)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     q_len, kv_len = q.shape[1], k.shape[1]
+    if _is_first_aligned(attn_mask, q_len, kv_len):
+        attn_mask, is_causal = None, True
     if is_causal and kv_len > q_len:  # no query attends the keys after the last query
         k, v = k[:, :q_len], v[:, :q_len]
-    mask = attn_mask if attn_mask is not None else _first_aligned(q_len, kv_len) if is_causal else Full()
+    mask = _mask(attn_mask, batch) if attn_mask is not None else _first_aligned(q_len, kv_len) if is_causal else Full()
     attend = flash_attn_func if options.get("context_parallel") is None else _attend_on_all_ranks
     if not is_zero(dropout_p):
         options["dropout_p"] = dropout_p
     out: Tensor = attend(q, k, v, softmax_scale=scale, mask=mask, **options).transpose(1, 2)
+    if len(batch) != 1:
+        out = out.reshape(*batch, *out.shape[-3:])
+    if query.ndim == 2:
+        out = out[0]
     return out.contiguous() if query.is_contiguous() else out
+
+
+def _heads_second(tensors: Sequence[Tensor], enable_gqa: bool) -> tuple[tuple[int, ...], list[Tensor]]:
+    """The dimensions of the query before the heads, and the tensors as (batch, heads, length, head dim). As in PyTorch, key and value may
+    have 1 where the query has more. One KV head serves all query heads as it is.
+    """
+    if len({x.ndim for x in tensors}) > 1 or tensors[0].ndim < 2 + enable_gqa:
+        raise ValueError(f"query, key and value must be (..., heads, length, head dim), or without heads; got {_shapes(tensors)}")
+    query, *others = [x if x.ndim > 2 else x[None] for x in tensors]
+    batch, heads = tuple(query.shape[:-3]), query.shape[-3]
+    grouped = enable_gqa or all(x.shape[-3] == 1 for x in others)
+    shapes = [(*batch, x.shape[-3] if grouped or x.shape[-3] > 1 else heads, *x.shape[-2:]) for x in others]
+    if any(mine not in (1, size) for x, shape in zip(others, shapes, strict=True) for mine, size in zip(x.shape, shape, strict=True)):
+        raise ValueError(f"query, key and value must have one batch size, or key and value 1; got {_shapes(tensors)}")
+    others = [x if x.shape == shape else x.expand(shape) for x, shape in zip(others, shapes, strict=True)]
+    return batch, [x if len(batch) == 1 else x.flatten(0, -4) if batch else x[None] for x in (query, *others)]
+
+
+def _mask(attn_mask: Tensor, batch: tuple[int, ...]) -> Mask | Tensor:
+    """As flash_attn_func takes it."""
+    if _is_causal_bias(attn_mask):
+        return Causal()
+    if attn_mask.ndim > len(batch) + 3:
+        raise ValueError(f"attn_mask must not have more dimensions than query, key and value; got shape {tuple(attn_mask.shape)}")
+    if attn_mask.ndim > 3 and len(batch) > 1:
+        return attn_mask.expand(*batch, *attn_mask.shape[-3:]).flatten(0, -4)
+    return attn_mask
+
+
+def _is_causal_bias(mask: object) -> bool:
+    """Of torch.nn.attention.bias, which takes seconds to import."""
+    return type(mask).__name__ == "CausalBias"
+
+
+def _is_first_aligned(bias: Any, q_len: int, kv_len: int) -> bool:
+    """What `is_causal` says, too. The other variant aligns the last query with the last key, as our Causal does."""
+    if not _is_causal_bias(bias):
+        return False
+    if (bias.seq_len_q, bias.seq_len_kv) != (q_len, kv_len):
+        raise ValueError(f"attn_mask is for {bias.seq_len_q} queries and {bias.seq_len_kv} keys; got {q_len} and {kv_len}")
+    return bool(bias.variant.name == "UPPER_LEFT")
 
 
 def _attend_on_all_ranks(q: Tensor, k: Tensor, v: Tensor, context_parallel: Any, accumulation: str = "ordered", **rest: Any) -> Tensor:
@@ -157,13 +206,13 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _check_mask(attn_mask: Any, is_causal: bool, context_parallel: Any) -> None:
-    """What is left to flash_attn_func: shape and device."""
+    """What is left to flash_attn_func: shape, device and numbers."""
     if attn_mask is None:
         return
     if not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask must be a boolean tensor or None; got {type(attn_mask).__name__}")
-    if attn_mask.dtype != torch.bool:
-        raise ValueError(f"attn_mask must be boolean, True where a query attends a key: biases are not supported; got {attn_mask.dtype}")
+    if attn_mask.dtype not in (torch.bool, *DTYPES):
+        raise ValueError(f"attn_mask must be boolean, True where a query attends a key, or of 0 and -inf; got {attn_mask.dtype}")
     if is_causal:
         raise ValueError("give either attn_mask or is_causal=True, as PyTorch's documentation asks; got both")
     if context_parallel is not None:
@@ -188,8 +237,41 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
     if not query.device == key.device == value.device:
         raise ValueError(f"query, key and value must have one device; got {query.device}, {key.device}, {value.device}")
     problem = shape_problem(*(tuple(x.transpose(1, 2).shape) for x in (query, key, value)))
-    if not enable_gqa and query.shape[1] != key.shape[1]:
+    if not enable_gqa and key.shape[1] not in (1, query.shape[1]):
         problem = "query and key must have the same heads unless enable_gqa=True"
     if problem is not None:
-        shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-        raise ValueError(f"{problem}; got {shapes}: (batch, heads, length, head dim), and nothing is broadcast")
+        raise ValueError(f"{problem}; got {_shapes((query, key, value))}: (batch, heads, length, head dim)")
+
+
+def _shapes(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip(("query", "key", "value"), tensors, strict=True))
+
+
+@wraps(nn.MultiheadAttention.forward)
+def _multihead_attention(
+    self: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    *arguments: Any,
+    **rest: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if need_weights:
+        _warn_of_weights()
+    return PYTORCHS_MULTIHEAD(self, query, key, value, key_padding_mask, need_weights, *arguments, **rest)
+
+
+def _warn_of_weights() -> None:
+    warnings.warn(
+        "nn.MultiheadAttention with need_weights=True, its default, does not call scaled_dot_product_attention: this attention is"
+        " PyTorch's, not dash_attn's. Pass need_weights=False",
+        stacklevel=3,
+    )
+
+
+_warn_of_weights._dynamo_marked_constant = True  # type: ignore[attr-defined] # as in attention/pytorch.py
+PYTORCHS_MULTIHEAD = nn.MultiheadAttention.forward
+# What is changed beside the function: where PyTorch's modules would go round it.
+MODULES = (Change(nn.MultiheadAttention, "forward", _multihead_attention), Change(torch.backends.mha, "_is_fastpath_enabled", False))

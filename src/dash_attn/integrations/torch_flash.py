@@ -35,7 +35,8 @@ def enable() -> AbstractContextManager[object]:
     """Answer PyTorch's flash operators on CUDA tensors: until `disable()`, or with this as a context manager inside its block.
 
     scaled_dot_product_attention's other kernels are switched off meanwhile (also for CPU tensors), because it would take
-    them silently where flash does not serve a call: such a call raises instead. torch.nn.attention.sdpa_kernel still
+    them silently where flash does not serve a call: such a call raises instead. So are the fast paths of nn.MultiheadAttention and
+    nn.Transformer's layers in evaluation, which call neither. torch.nn.attention.sdpa_kernel still
     chooses others in a block of its own.
     """
     if not _is_listed():
@@ -62,6 +63,8 @@ class _Activated:
         self.before = {name: getattr(torch.backends.cuda, f"{name}_enabled")() for name in ("flash_sdp", *OTHER_KERNELS)}
         for name in self.before:
             getattr(torch.backends.cuda, f"enable_{name}")(name == "flash_sdp")
+        self.fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
 
     def remove(self) -> None:
         if self.library is not None:
@@ -69,6 +72,7 @@ class _Activated:
             self.library = None
             for name, enabled in self.before.items():
                 getattr(torch.backends.cuda, f"enable_{name}")(enabled)
+            torch.backends.mha.set_fastpath_enabled(self.fast_path)
 
 
 class _Plug:

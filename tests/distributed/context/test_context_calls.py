@@ -102,6 +102,17 @@ def test_a_rank_may_leave_its_lse_alone(found: Found) -> None:
         assert all_equal(ways["one rank uses its LSE, one document"], own_rows(truth, rank))
 
 
+def test_a_batch_of_no_sequence_is_answered_as_alone(found: Found) -> None:
+    q, k, v = (torch.zeros(0, 8, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    sinks = torch.ones(4, requires_grad=True)
+    out, lse = flash_attn_func(q, k, v, causal=True, sinks=sinks, return_lse=True)
+    *alone, dsinks = out, lse, *torch.autograd.grad(out.sum() + lse.sum(), (q, k, v, sinks))
+    for rank, ways in enumerate(one["no sequence"] for one in found):
+        for way, (*results, gradient) in ways.items():
+            assert [len(x) for x in results] == [len(x) for x in alone] == [0] * 5, (rank, way)
+            assert torch.equal(gradient, dsinks), (rank, way)
+
+
 def test_a_traced_program_takes_offsets_as_numbers(found: Found) -> None:
     for ways in (one["autograd"] for one in found):
         assert "a traced program takes cu_seqlens as whole numbers: pass cu_seqlens.tolist()" in ways["a traced tensor of offsets"]

@@ -272,6 +272,13 @@ def without_values() -> nn.Module:
     return model
 
 
+def fully_sharded() -> nn.Module:
+    """What fully_shard makes of a class, without a group."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return type("FSDPLinear", (FSDPModule, nn.Linear), {"__new__": lambda cls, *_: nn.Module.__new__(cls)})(2, 2)
+
+
 class FullyShardedDataParallel(nn.Linear):
     """A stand-in: it is known by its name."""
 
@@ -285,7 +292,8 @@ class FullyShardedDataParallel(nn.Linear):
         (frozen_with_gradient, ValueError, r"parameter '0.weight' is frozen but has a gradient"),
         (lambda: mlp().requires_grad_(False), ValueError, "no parameter that requires a gradient"),
         (subclass_gradient, TypeError, "gradient of 'weight' must be a plain tensor with all elements; got Sharded"),
-        (lambda: FullyShardedDataParallel(2, 2), ValueError, "FullyShardedDataParallel reduces and shards gradients itself"),
+        (lambda: FullyShardedDataParallel(2, 2), ValueError, "FullyShardedDataParallel adds gradients over its ranks during backward"),
+        (fully_sharded, ValueError, r"fully_shard \(FSDP2\) adds gradients .* in an order of its own, and keeps shards of the sums"),
         (lambda: list(mlp().parameters()), TypeError, "model must be an nn.Module; got list"),
     ],
 )

@@ -90,7 +90,7 @@ class Asked(NamedTuple):
 @dataclass(frozen=True)
 class Part:
     """What is known before the others agree. options: those of its own heads. call: what the ranks
-    outside share; None where there is no other. documents: lengths of those in the row, if it has any."""
+    outside share; None where there is no other, or no sequence. documents: lengths of those in the row, if it has any."""
 
     options: AttentionOptions
     call: SharedCall | None
@@ -104,11 +104,11 @@ class Part:
         own = replace(options, head_offset=options.head_offset + rank % ulysses * (k.shape[2] // ulysses))
         alone, documents = documents_in(own, cu_seqlens, sharding.rows)
         outer = outer_sharding(sharding, ulysses)
-        if outer.ranks == 1 and cu_seqlens is None:
-            documents = None  # backends know masks of documents
+        if (outer.ranks == 1 and cu_seqlens is None) or len(q) == 0:
+            documents = None  # backends know masks of documents, and batches of nothing
         own = own if documents is None else alone
         try:
-            call = SharedCall.of((q, k, v), own, outer, documents, ulysses, backend) if outer.ranks > 1 else None
+            call = SharedCall.of((q, k, v), own, outer, documents, ulysses, backend) if outer.ranks > 1 and len(q) else None
         except CutTile as error:  # it speaks of outer chunks: with Ulysses, as many of the rank's own are one
             raise ValueError(f"{error.words}. {sharding.that_fit(error.unit // math.gcd(error.unit, ulysses))}") from error
         return cls(own, call, documents, sharding)

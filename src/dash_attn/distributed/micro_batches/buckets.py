@@ -14,7 +14,8 @@ from ..peers import Peers
 from .tree import tree_sum
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-SHARDS_GRADIENTS = "FullyShardedDataParallel"  # by name: importing it takes long
+# By name: importing them takes long. FSDP, and FSDP2, which is a base that fully_shard gives to a module's class.
+SHARDS_GRADIENTS = {"FullyShardedDataParallel": "FullyShardedDataParallel", "FSDPModule": "fully_shard (FSDP2)"}
 Parameters = dict[str, nn.Parameter]
 Layout = tuple[tuple[str, str], ...]  # name, and all else that counts
 BUCKET_BYTES = 25 * 2**20
@@ -88,8 +89,11 @@ def _check(name: str, parameter: nn.Parameter) -> None:
 def _check_own_reduction(model: nn.Module) -> None:
     """A wrapper that reduces gradients during backward would add them in its own order, before we see them."""
     for module in model.modules():
-        if type(module).__name__ == SHARDS_GRADIENTS:
-            raise ValueError(f"{SHARDS_GRADIENTS} reduces and shards gradients itself; use the bare model or DistributedDataParallel")
+        if found := [SHARDS_GRADIENTS[base.__name__] for base in type(module).__mro__ if base.__name__ in SHARDS_GRADIENTS]:
+            raise ValueError(
+                f"{found[0]} adds gradients over its ranks during backward, in an order of its own, and keeps shards of the sums, so that"
+                " there is nothing left to add in a tree: use the bare model or DistributedDataParallel"
+            )
         if isinstance(module, DistributedDataParallel) and (module.require_backward_grad_sync or module.require_forward_param_sync):
             raise RuntimeError(
                 "DistributedDataParallel reduces gradients itself: put the forward pass, backward, add and finish of all steps inside "
