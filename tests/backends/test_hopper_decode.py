@@ -222,7 +222,7 @@ def test_what_a_kernel_says_of_a_cache() -> None:
         (parameters.Trouble.CachePadding, "cache_leftpad is 9 for sequence 4"),
         (parameters.Trouble.CachePosition, "first_position is 9 for sequence 4"),
         (parameters.Trouble.CacheRow, "cache_batch_idx is 9 for sequence 4"),
-        (parameters.Trouble.CachePage, "entry 9 of sequence 4 in block_table is no page"),
+        (parameters.Trouble.CachePage, "entry 9 of sequence 4 in block_table is not a page"),
         (parameters.Trouble.CacheShared, "page or row 9 of the cache is appended to by sequence 4 and by another one"),
     ):
         assert text in trouble._message(what, 0, 4, 9)
