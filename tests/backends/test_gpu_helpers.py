@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 
 from dash_attn.backends.hopper.driver.compile import Kernel, compile_uncached, sources
 from dash_attn.scheduling import GENERATORS
-from gpu_helpers import served
+from gpu_helpers import hopper, served
 from planted_faults import FAULTS, FILE, plant
 
 NAME = "attention_backward<bf16, 128, 128, true, false, MaskKind::Band>"
@@ -32,3 +35,22 @@ def test_a_fault_that_no_longer_fits_is_an_error() -> None:
 
 def test_every_schedule_is_tried() -> None:
     assert {name for name, _ in served()} == set(GENERATORS)
+
+
+def names_used(text: str) -> set[tuple[str, str]]:
+    """(module of the backend, name in it): also where a name is set, which would otherwise set what nobody reads."""
+    found = set(re.findall(r'hopper\("([\w.]+)"\)\.(\w+)', text))
+    for kept, module in re.findall(r'(\w+) = hopper\("([\w.]+)"\)\n', text):
+        found |= {(module, name) for name in re.findall(rf"\b{kept}\.(\w+)", text)}
+    return found
+
+
+def test_gpu_tests_name_what_is_there() -> None:
+    used = set[tuple[str, str]]().union(*(names_used(file.read_text()) for file in (Path(__file__).parents[1] / "gpu").glob("*.py")))
+    assert len(used) >= 20
+    assert {(module, name) for module, name in used if not hasattr(hopper(module), name)} == set()
+
+
+def test_a_name_that_has_moved_is_found() -> None:
+    assert names_used('hopper("calls.backward").MOST_POLLS = 1\n') == {("calls.backward", "MOST_POLLS")}
+    assert not hasattr(hopper("calls.backward"), "MOST_POLLS")

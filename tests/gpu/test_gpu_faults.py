@@ -25,7 +25,7 @@ from dash_attn.scheduling.plan import RUN_FIELDS
 from dense import run_ours
 from gpu_helpers import gpu_inputs, hopper
 
-hopper("calls.backward").MOST_POLLS = 100_000
+hopper("calls.backward_setup").MOST_POLLS = 100_000
 setup = hopper("calls.backward_setup")
 healthy_plan = setup.plan_on_any
 
