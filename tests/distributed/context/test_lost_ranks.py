@@ -48,7 +48,7 @@ def test_a_rank_that_dies_in_the_backward(found: Found) -> None:
     assert found[3] is None
     for rank, global_rank in enumerate((0, 2)):
         words, seconds = found[global_rank]["backward"].values()
-        assert re.match(f"RuntimeError: rank {rank} of 3 {STATES}", words)  # whichever is under way
+        assert re.match(f"RuntimeError: rank {rank} of 3 ({STATES}|could not gather keys )", words)  # whichever is under way
         blamed = re.search(r"Nothing was heard of rank (.*)$", words)
         assert blamed[1] == "2" if blamed else re.search(f"Rank {1 - rank} stopped, too, and says: rank {1 - rank} of 3 {STATES}2", words)
         assert seconds < 2 * LIMIT
