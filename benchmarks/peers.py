@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import Any, NamedTuple
 
 import torch
@@ -139,6 +139,14 @@ def package_peers() -> tuple[list[Candidate], dict[str, str]]:
     """Candidates, and why the others are missing."""
     found, missing = imported({name: partial(_package, name, module) for name, module in PACKAGES.items()})
     return [candidate for both in found for candidate in both], missing
+
+
+def package_versions(candidates: Iterable[Candidate]) -> dict[str, str]:
+    """Of those that are timed. What pip has not installed has no version."""
+    timed = {candidate.name for candidate in candidates}
+    known = metadata.packages_distributions()
+    found = {name: known.get(module.partition(".")[0]) for name, module in PACKAGES.items() if name in timed}
+    return {name: metadata.version(distributions[0]) if distributions else "unknown" for name, distributions in found.items()}
 
 
 def _package(name: str, module: str) -> list[Candidate]:

@@ -67,11 +67,12 @@ class Lines(NamedTuple):
     styles: dict[str, Style]  # with labels
     baseline: Style
     dodged: tuple[str, ...] = ()  # candidates that stand side by side
+    columns: int = COLUMNS  # of the legend
 
     def drawn(self, texts: tuple[str, str], labels: list[str], sharey: Literal["col", "all"]) -> tuple[Any, Any, list[str]]:
         """The figure, its axes and what each panel is called. texts: title and note. labels: the order of the one legend."""
         panels = unique(kind(row) for row in self.rows)
-        columns = COLUMNS if len(panels) > 1 else 2
+        columns = self.columns if len(panels) > 1 else 2
         figure, axes = grid(len(panels), *texts, -(-len(labels) // columns), sharey)
         found: dict[str, Any] = {}
         for place, key in zip(axes.flat, panels, strict=False):

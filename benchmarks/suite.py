@@ -29,7 +29,7 @@ from dash_attn.tools.bench.shape import HOST_SUITE, PASSES, Suite
 
 from . import power, result_files
 from .cache_peers import decode_candidates
-from .peers import FLEX, equal_heads, peers
+from .peers import FLEX, equal_heads, package_versions, peers
 from .pictures import draw, draw_schedules
 from .result_files import print_report
 from .suites import DECODE_SUITES, EQUAL_HEADS_SUITES, FLEX_SUITES, SUITES, choose, with_planning
@@ -162,6 +162,7 @@ def measure_here(arguments: Arguments) -> tuple[Path, Results]:
         bench.measure_suite(results, path, [], [])
         return path, results
     kernels, results["missing"] = candidates(arguments)
+    results["environment"]["packages"] = package_versions(kernels)
     try:
         scale, results["energy"] = _scale(arguments)
         bench.measure_suite(results, path, shapes, kernels, scale)

@@ -25,7 +25,7 @@ from unittest.mock import patch
 import numpy as np
 
 import call_picture
-from benchmarks import suite
+from benchmarks import paper, suite
 from dash_attn.cli.main import main
 from dash_attn.viewing import style
 
@@ -34,20 +34,22 @@ TUTORIAL = "tutorial/schedules.md"
 SCRIPT = (DOCS / TUTORIAL).with_suffix(".py")
 LIST = DOCS / "images" / "shown.txt"
 DIGITS = 6  # behind the point of the numbers of a figure: more would be rounding
-SUITE = "python -m benchmarks.suite "  # in the root of the repository
+BENCHMARKS = {"python -m benchmarks.suite": suite.main, "python -m benchmarks.paper": paper.main}  # in the root of the repository
 COMMANDS = dict(
-    re.findall(rf"^\| `([\w-]+\.png)` \|.*\| `((?:dash-attn |{SUITE})[^`]+)`.*\|$", (DOCS / "images" / "README.md").read_text(), re.M)
+    re.findall(
+        rf"^\| `([\w-]+\.png)` \|.*\| `((?:dash-attn|{'|'.join(BENCHMARKS)}) [^`]+)`.*\|$", (DOCS / "images/README.md").read_text(), re.M
+    )
 )
 MEASURED = "images/gantt-measured-4k.png"  # needs a Hopper GPU. What is simulated in it is held here
 
 
 def run_command(command: str, folder: Path) -> None:
     """A command of docs/images/README.md, which writes to that folder. Nothing is measured."""
-    of_suite = command.startswith(SUITE)
+    run, skipped = next(((run, 3) for start, run in BENCHMARKS.items() if command.startswith(start)), (main, 1))
     text = re.sub(r"(\.\./\.\./)?benchmarks/", f"{DOCS.parent}/benchmarks/", command).replace(" --measured", "")
-    words = [str(folder / Path(word).name) if word.endswith(".png") else word for word in shlex.split(text)[3 if of_suite else 1 :]]
+    words = [str(folder / Path(word).name) if word.endswith(".png") else word for word in shlex.split(text)[skipped:]]
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        assert (suite.main if of_suite else main)([*words, *(["--output", str(folder)] if words[0] == "demo" else [])]) == 0, command
+        assert run([*words, *(["--output", str(folder)] if words[0] == "demo" else [])]) == 0, command
 
 
 def tutorial_page(pictures: Path) -> str:

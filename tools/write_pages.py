@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import dash_page
 import errors_page
 import models_page
 import pictures
@@ -14,6 +15,7 @@ from dash_attn.viewing.explore.server import saved_page
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = {
+    "dash.md": dash_page.page,
     "errors.md": errors_page.page,
     "explore-causal.html": lambda: saved_page(answer(START)),  # what `dash-attn explore --save` writes
     "models.md": models_page.page,

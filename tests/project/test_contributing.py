@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from benchmarks import suite
+from dash_attn.cli.main import _parser, main
+from doc_pages import blocks
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -56,6 +61,55 @@ def clone(tmp_path: Path) -> Path:
         pytest.skip("a clone needs the repository")
     subprocess.run(["git", "clone", "-q", str(ROOT), str(tmp_path / "clone")], check=True)
     return tmp_path / "clone"
+
+
+FIRST_HOUR = PAGE.split("## Your first hour")[1].split("\n## ")[0]
+ENTRY = """#!/bin/sh
+exec {python} -c 'import sys; from {module} import main; sys.exit(main())' "$@"
+"""
+
+
+@pytest.fixture
+def ready(clone: Path) -> Path:
+    """A clone whose .venv has this Python's commands, with the clone's code."""
+    (clone / ".venv/bin").mkdir(parents=True)
+    for name, module in (("dash-attn", "dash_attn.cli.main"), ("pytest", "pytest")):
+        (clone / ".venv/bin" / name).write_text(ENTRY.format(python=shlex.quote(sys.executable), module=module))
+        (clone / ".venv/bin" / name).chmod(0o755)
+    return clone
+
+
+@pytest.mark.exhaustive
+def test_the_first_hour_goes_as_the_guide_says(ready: Path) -> None:
+    """Its commands as they stand, one after another; one is meant to fail. Its figures are what they print."""
+    settings = {**os.environ, "PYTHONPATH": f"{ready}/src:{ready}"}
+    lines, said, changes = [line for block in blocks(FIRST_HOUR, "sh") for line in block.splitlines()], [], []
+    for line in lines:
+        done = subprocess.run(["bash", "-c", line], cwd=ready, env=settings, capture_output=True, text=True, timeout=900, check=False)
+        assert (done.returncode != 0) == line.endswith("# fails"), line + done.stdout + done.stderr
+        said.append(done.stdout)
+        changes.append(changed(ready))
+    before, after = (next(row for row in said[place].splitlines() if row.startswith("ascending ")) for place in (0, 2))
+    assert " 44.1 % " in before
+    assert " 4.1 % " in after
+    (failed,) = (text for line, text in zip(lines, said, strict=True) if line.endswith("# fails"))
+    assert "ascending on " in failed
+    assert "DASH_ATTN_UPDATE_GOLDEN=1 refreshes the golden files" in failed
+    golden = {"tests/golden/ascending.json", "tests/golden/order_hashes.txt"}
+    assert max(changes, key=len) == {f"{GENERATORS}/one_kind.py", *golden, "before.png", "after.png"}
+    assert changes[-1] == set()
+    assert all(f" {time} " in "".join(said) for time in ("1511.88", "1059.04"))
+    assert "measured on" in said[-3]
+
+
+def test_other_figures_and_commands_of_the_first_hour(capsys: pytest.CaptureFixture[str]) -> None:
+    """The speed before the change, and what needs a GPU."""
+    assert main(shlex.split("plan --seqlen 4096 --heads 16 --batch 4 --machine h200 --schedule ascending")) == 0
+    (before,) = re.findall(r"^ascending +([\d.]+) ", capsys.readouterr().out, re.MULTILINE)
+    assert f"{before} us before" in FIRST_HOUR
+    (measured, timed) = re.findall(r"`(--measured [^`]*|[^`]*benchmarks\.suite [^`]*)`", FIRST_HOUR)
+    assert _parser().parse_args(["plan", "--seqlen", "512", *measured.split()]).measured
+    assert suite.main([*timed.split()[3:], "--list"]) == 0
 
 
 @pytest.mark.exhaustive

@@ -20,8 +20,8 @@ from dash_attn.tools.bench.shape import Shape
 from doc_pages import DOCS, blocks
 
 ROOT = DOCS.parent
-README, INDEX, RESULTS, LOG = (
-    path.read_text() for path in (ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("index", "results", "log")))
+README, INDEX, RESULTS, LOG, DASH = (
+    path.read_text() for path in (ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("index", "results", "log", "dash")))
 )
 SUITE = "python -m benchmarks.suite"
 CUDNN, FLASH = "cuDNN", [f"FlashAttention-{number}{mode}" for number in (4, 3) for mode in ("", " deterministic")]
@@ -304,6 +304,6 @@ def test_there_is_a_command_for_every_result() -> None:
     (of_host,) = re.findall(r"`dash-attn (bench [^`]*)`", RESULTS)
     assert _parser().parse_args(of_host.split()).suite == "host"
     files = {path.name for path in (ROOT / "benchmarks/results").glob("*.json")}
-    assert files == set(re.findall(r"h200-[\w-]+\.json", RESULTS))
+    assert files == set(re.findall(r"\bh200-[\w-]+\.json", RESULTS + DASH))
     compared_files = {path.name for path in (ROOT / "benchmarks/comparisons").glob("*.json")}
-    assert compared_files == set(re.findall(r"[\w-]+-h200\.json", RESULTS + LOG))
+    assert compared_files == set(re.findall(r"[\w-]+-h[28]00\.json", RESULTS + LOG + DASH))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.metadata import version
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -307,6 +308,13 @@ def test_packages_are_found_by_importing_them(monkeypatch: pytest.MonkeyPatch) -
     assert [candidate.name for candidate in made] == ["FlashAttention-3", "FlashAttention-3 deterministic"]
     assert set(missing) == {"FlashAttention-4", "FlashAttention-2"}
     assert all("Error" in why for why in missing.values())
+
+
+def test_versions_are_those_of_the_packages_that_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [Package(fa2(Calls()).of_rows, None).candidate(name, False) for name in ("FlashAttention-3", "FlashAttention-2", "another")]
+    monkeypatch.setattr(all_peers.metadata, "packages_distributions", lambda: {"flash_attn": ["torch"], "flash_attn_interface": []})
+    assert all_peers.package_versions(made) == {"FlashAttention-3": "unknown", "FlashAttention-2": version("torch")}
+    assert all_peers.package_versions(made[2:]) == {}
 
 
 @pytest.mark.parametrize("kind", ["window", "documents", "prefix", "varlen"])

@@ -19,7 +19,7 @@ from .shape import PASSES, Shape
 
 # Names that ratios are taken to.
 OURS, UNORDERED, EQUAL_HEADS, CUDNN = "dash-attn", "dash-attn unordered", "dash-attn equal heads", "cuDNN"
-COMPARED_SCHEDULES = ("ascending", "descending", "spt", "shift", "symmetric_shift", "alternating", "weave")
+COMPARED_SCHEDULES = ("ascending", "descending", "spt", "shift", "shift_blocks", "symmetric_shift", "alternating", "weave")
 
 
 class Tensors(NamedTuple):
