@@ -16,12 +16,15 @@ LEADS = (ROOT / "README.md").read_text(encoding="utf-8") + (ROOT / "DESIGN.md").
 GENERATORS = "src/dash_attn/scheduling/generators"
 
 
-def test_every_answer_is_a_file_whose_room_the_design_names() -> None:
+def test_readme_and_design_lead_to_every_answer() -> None:
+    """To its room; and by its name to what is deep in one."""
     answers = re.findall(r"^\| .* \| `([\w/]+\.\w+)` \|$", PAGE.split("## Where would you change")[1].split("\n## ")[0], re.MULTILINE)
     assert len(answers) == 8
     for answer in answers:
         assert (ROOT / "src/dash_attn" / answer).exists(), answer
         assert f"  {answer.split('/')[0]}/" in LEADS, answer
+        name = answer.rpartition("/")[2]
+        assert answer.count("/") == 1 or name in LEADS or f"| `{name.partition('.')[0]}` |" in LEADS, answer
 
 
 def run(clone: Path, *words: str, **environment: str) -> None:
