@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, overload
 
 import torch
 from torch import Tensor
 
 from ...attention.autograd import Attention
 from ...attention.pytorch import is_traced, refuse_transforms
-from ...attention.signatures import ChoiceKeywords
+from ...attention.signatures import ChoiceKeywords, No, OutAndLse, Yes
 from ...call.call import Given
 from ...call.options import BackendName, Choices
 from ...call.tensor_checks import check_flags
@@ -40,16 +40,16 @@ class _Choices(ChoiceKeywords, total=False):
 
 @overload
 def context_parallel_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: Group = ..., *, return_lse: Literal[False] = ..., **choices: Unpack[_Choices]
+    q: Tensor, k: Tensor, v: Tensor, group: Group = ..., *, return_lse: No = ..., **choices: Unpack[_Choices]
 ) -> Tensor: ...
 @overload
 def context_parallel_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: Group = ..., *, return_lse: Literal[True], **choices: Unpack[_Choices]
-) -> tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, group: Group = ..., *, return_lse: Yes, **choices: Unpack[_Choices]
+) -> OutAndLse: ...
 @overload
 def context_parallel_attention(
     q: Tensor, k: Tensor, v: Tensor, group: Group = ..., *, return_lse: bool = ..., **choices: Unpack[_Choices]
-) -> Tensor | tuple[Tensor, Tensor]: ...
+) -> Tensor | OutAndLse: ...
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
