@@ -192,7 +192,7 @@ def backward(call: Call, saved: Saved, grads: Grads) -> Gradients:
     return Gradients(*torch.autograd.grad([found.out], leaves, [grads.out]))
 
 
-def prepared(call: Call) -> None:
+def prepared(call: Call, *of_backward: object) -> None:
     """Nothing."""
 
 
@@ -249,7 +249,7 @@ from ..attention.functions import flash_attn_func
 from ..attention.kept_options import kept_options
 from ..door import Change, Door
 
-DOOR = Door("library")
+DOOR = Door("integrations.library")
 
 
 def enable(**options: Any) -> AbstractContextManager[object]:
