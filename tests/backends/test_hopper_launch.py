@@ -18,13 +18,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dash_attn import Causal, Documents, Full, Mask, Window
-from dash_attn.backends import import_backend, run
+from dash_attn.backends import run
 from dash_attn.call.call import Call, Grads, Saved
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
-from dash_attn.scheduling import Problem, Schedule, generate
-from dash_attn.scheduling.order import WORKER_INVARIANT, Order
-from launchless import Driver, launchless_driver
+from dash_attn.scheduling.order import WORKER_INVARIANT
+from launchless import Driver, calls_on_hopper
 
 CALLS = ("forward", "backward", "backward_setup", "explain", "kernel_names", "layout", "packed", "tables")
 forward, backward, setup, explain, kernel_names, layout, packed, tables = (
@@ -37,8 +36,7 @@ trouble = import_module("dash_attn.backends.hopper.driver.trouble")
 
 @pytest.fixture
 def driver() -> Iterator[Driver]:
-    """Tensors on the CPU run on this backend."""
-    with launchless_driver() as driver, patch.object(run, "backend_for", lambda *_: import_backend("hopper")):
+    with calls_on_hopper() as driver:
         yield driver
 
 
@@ -367,13 +365,6 @@ def test_explain_of_meta_tensors_loads_and_uploads_nothing(driver: Driver, monke
     assert not driver.loaded
 
 
-def test_a_plan_that_does_not_serve_the_mask_compiles_nothing(driver: Driver) -> None:
-    q, lse = made(300, 2, 64), torch.zeros(2, 2, 300)
-    with pytest.raises(ValueError, match="shift serves full masks only"):
-        backward.backward(Call(q, q, q, AttentionOptions(Causal(), 1.0, schedule="shift")), Saved(q, lse), Grads(q))
-    assert not driver.loaded
-
-
 def test_what_is_not_what_runs_is_not_recorded() -> None:
     record = import_module("dash_attn.backends.hopper.calls.recorder")
     mask = Documents((100, 200))
@@ -381,43 +372,3 @@ def test_what_is_not_what_runs_is_not_recorded() -> None:
         record.check_recordable(AttentionOptions(mask, 1.0))
     record.check_recordable(AttentionOptions(mask, 1.0, schedule="weave"))
     record.check_recordable(AttentionOptions(Causal(), 1.0))  # groups of any size
-
-
-def saved(name: str, q_rows: int = 128, workers: int = 16) -> Schedule:
-    """For one sequence of one head, and tiles of head dim 64 unless told."""
-    return generate(name, Problem(Causal(), 300, 300, q_rows, 128), workers)
-
-
-@pytest.mark.parametrize("name", ["weave", "alternating"])
-def test_a_given_schedule_runs_on_the_tables_of_its_name(driver: Driver, name: str) -> None:
-    q, k = made(300, 16, 64), made(300, 1, 64)  # a group of two parts
-    lse, found = torch.zeros(2, 16, 300), []
-    for schedule in (name, saved(name).to_json()):
-        backward.backward(Call(q, k, k, AttentionOptions(Causal(), 1.0, schedule=schedule)), Saved(q, lse), Grads(q))
-        call = next(reversed(backward._calls._kept.values.values()))
-        found.append((call.tables.tables.memory, call.workers, driver.launched[-3:]))
-    (named, *rest), (given, *same) = found
-    assert torch.equal(named, given)
-    assert rest == same
-
-
-def test_what_the_tables_cannot_hold_is_refused(driver: Driver) -> None:
-    q, lse = made(300, 3, 64), torch.zeros(2, 3, 300)
-    one = saved("ascending")
-    three = Schedule.build(one.problem, Order("three", one.order.kinds * 3), one.placement.starts * 3, 16)
-    with pytest.raises(ValueError, match="at most 2 kinds of head; got one of 3"):
-        backward.backward(Call(q, q, q, AttentionOptions(Causal(), 1.0, schedule=three.to_json())), Saved(q, lse), Grads(q))
-    misfit = AttentionOptions(Causal(), 1.0, schedule=saved("ascending", q_rows=64).to_json())
-    with pytest.raises(ValueError, match=r"for tile_q 64; the call has tile_q 128\."):
-        backward.backward(Call(q, q, q, misfit), Saved(q, lse), Grads(q))
-    assert not driver.launched
-
-
-def test_the_forward_refuses_a_schedule_that_the_backward_could_not_walk(driver: Driver) -> None:
-    q = made(300, 2, 64)
-    misfit, fitting = (AttentionOptions(Causal(), 1.0, schedule=saved("weave", rows).to_json()) for rows in (64, 128))
-    with pytest.raises(ValueError, match=r"for tile_q 64; the call has tile_q 128\."):
-        run.forward(Call(q, q, q, misfit))
-    assert not driver.launched
-    run.forward(Call(q, q, q, fitting))
-    assert [name for name, _ in driver.launched] == ["attention_forward"]

@@ -12,6 +12,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from dash_attn.backends import import_backend, run
+
 CALLS = ("forward", "backward", "backward_setup", "rank_backward", "kernel_names", "layout", "leg_tables", "packed", "tables")
 
 
@@ -115,4 +117,11 @@ def launchless_driver() -> Iterator[Driver]:
         for cached in kept:
             cached.cache_clear()
             stack.callback(cached.cache_clear)
+        yield driver
+
+
+@contextmanager
+def calls_on_hopper() -> Iterator[Driver]:
+    """Tensors on the CPU run on this backend."""
+    with launchless_driver() as driver, patch.object(run, "backend_for", lambda *_: import_backend("hopper")):
         yield driver

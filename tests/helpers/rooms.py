@@ -26,5 +26,5 @@ ROOMS: dict[str, set[str]] = {
     "tools": {*CORE, "execution", "viewing", "call", "backends", "attention", "invariance", "distributed"},
     "ledgers": {"call", "backends", "attention", "tools"},
     "integrations": {"door", "masks", "call", "attention", "distributed", "ledgers"},
-    "cli": {*CORE, "execution", "viewing", "call", "backends", "attention", "invariance", "tools", "ledgers"},
+    "cli": {*CORE, "execution", "viewing", "call", "backends", "attention", "invariance", "nn", "tools", "ledgers"},
 }

@@ -166,7 +166,7 @@ def test_steps_that_nobody_recorded_are_lacking(tmp_path: Path) -> None:
 
 
 def test_a_state_that_was_given_up_is_not_compared(whole: Path, tmp_path: Path) -> None:
-    """The second segment started wrong, and the third one went back behind it."""
+    """The second stint started wrong, and the third one went back behind it."""
     model = run(tmp_path, 2)
     kept = {name: value.clone() for name, value in model[0].state_dict().items()}, model[1].state_dict()
     with torch.no_grad():

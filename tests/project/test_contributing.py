@@ -21,12 +21,15 @@ LEADS = (ROOT / "README.md").read_text(encoding="utf-8") + (ROOT / "DESIGN.md").
 GENERATORS = "src/dash_attn/scheduling/generators"
 
 
-def test_every_answer_is_a_file_whose_room_the_design_names() -> None:
+def test_readme_and_design_lead_to_every_answer() -> None:
+    """To its room; and by its name to what is deep in one."""
     answers = re.findall(r"^\| .* \| `([\w/]+\.\w+)` \|$", PAGE.split("## Where would you change")[1].split("\n## ")[0], re.MULTILINE)
     assert len(answers) == 8
     for answer in answers:
         assert (ROOT / "src/dash_attn" / answer).exists(), answer
         assert f"  {answer.split('/')[0]}/" in LEADS, answer
+        name = answer.rpartition("/")[2]
+        assert answer.count("/") == 1 or name in LEADS or f"| `{name.partition('.')[0]}` |" in LEADS, answer
 
 
 def run(clone: Path, *words: str, **environment: str) -> None:
@@ -243,7 +246,7 @@ def backward(call: Call, saved: Saved, grads: Grads) -> Gradients:
     return Gradients(*torch.autograd.grad([found.out], leaves, [grads.out]))
 
 
-def prepared(call: Call) -> None:
+def prepared(call: Call, *of_backward: object) -> None:
     """Nothing."""
 
 
@@ -300,7 +303,7 @@ from ..attention.functions import flash_attn_func
 from ..attention.kept_options import kept_options
 from ..door import Change, Door
 
-DOOR = Door("library")
+DOOR = Door("integrations.library")
 
 
 def enable(**options: Any) -> AbstractContextManager[object]:

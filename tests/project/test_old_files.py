@@ -1,4 +1,4 @@
-"""Files that version 0.1.0 wrote at 531d6b6 can be read: schedules, a machine file, a certificate, a ledger with a resumed segment.
+"""Files that version 0.1.0 wrote at 531d6b6 can be read: schedules, a machine file, a certificate, results, a ledger with a resumed stint.
 
 They are in tests/old_files and are never written again.
 """
@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.result_files import read as read_results
 from dash_attn.cli.main import main
 from dash_attn.ledgers import read_run
 from dash_attn.scheduling import GENERATORS, Schedule, generate, lower
+from dash_attn.tools.bench.report import heading, tables
 from dash_attn.tools.machine import device_facts, process_environment, version_facts
 
 FILES = Path(__file__).parents[1] / "old_files"
@@ -35,6 +37,8 @@ def test_all_kinds_are_here() -> None:
         "exact-ledger",
         "ledger",
         "machine.json",
+        "results.json",
+        "results-host.json",
     }
 
 
@@ -48,6 +52,15 @@ def test_a_certificate(capsys: pytest.CaptureFixture[str]) -> None:
     """Another kind of CPU has other bits; that is an answer, too."""
     main(["verify", "--against", str(FILES / "certificate.json"), "--runs", "2", "--no-fresh", "--device", "cpu"])
     assert "case 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["results", "results-host"])
+def test_results(name: str) -> None:
+    results = read_results(FILES / f"{name}.json")
+    shown = {title: cells for title, _, cells in tables(results)}
+    assert len(shown) == (4 if results["rows"] else 1)
+    assert all(row[0].startswith("dash-attn") for row, *_ in shown.values())
+    assert "NVIDIA H200" in heading(results)
 
 
 def test_a_ledger(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ A call that appends is one operator, so that no compiler can come between writin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from ..masks.encoding import decode_mask, encode_mask
 from .known import KnownCacheCall, KnownCall, attend, has_gradient, known_for
 from .pytorch import is_traced, refuse_transforms
 from .rotary import with_rotary
-from .signatures import CacheKeywords, OutAndLse
+from .signatures import CacheKeywords, No, OutAndLse, Yes
 from .torch_ops import check_version, empty_results, has_symbols, packed_of
 
 if TYPE_CHECKING:
@@ -43,16 +43,11 @@ APPEND = f"(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v
 
 @overload
 def flash_attn_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, *positional: Any, return_softmax_lse: Literal[True], **options: Unpack[CacheKeywords]
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *positional: Any, return_softmax_lse: Yes, **options: Unpack[CacheKeywords]
 ) -> OutAndLse: ...
 @overload
 def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *positional: Any,
-    return_softmax_lse: Literal[False] = ...,
-    **options: Unpack[CacheKeywords],
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *positional: Any, return_softmax_lse: No = ..., **options: Unpack[CacheKeywords]
 ) -> Tensor: ...
 @overload
 def flash_attn_with_kvcache(
@@ -188,13 +183,7 @@ def refuse_unsupported(alibi_slopes: Any, num_splits: Any) -> None:
 
 
 def attention_of_pages(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    block_table: Tensor,
-    packed: Packed,
-    choices: Choices,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, block_table: Tensor, packed: Packed, choices: Choices
 ) -> tuple[Tensor, Tensor]:
     """flash_attn_varlen_func with a block table: output and LSE. Of the keys' offsets only the lengths count."""
     _refuse_choices(choices)

@@ -21,6 +21,7 @@ from .parser import number, positive, whole
 DEFAULT_TILES = 8
 DEFAULT_TILE_Q, DEFAULT_TILE_KV = 64, 128
 DEFAULT_WORKERS = 132
+DEFAULT_HEAD_DIM = 128
 MOST_TILES = 2**28  # a million tokens square
 SIZES = {
     "q-tiles": f"Q tiles of a sequence (default: as many as KV tiles, or {DEFAULT_TILES})",

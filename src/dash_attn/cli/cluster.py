@@ -21,11 +21,10 @@ from ..simulation.cluster import (
     ulysses,
 )
 from ..viewing.words import bytes_in_words, counted, describe_cluster, describe_machine, describe_problem, figures_of_ranks
-from .arguments import COSTS, WITH_RANKS, either, read_machine, read_problem, read_schedules, refuse
+from .arguments import COSTS, DEFAULT_HEAD_DIM, WITH_RANKS, either, read_machine, read_problem, read_schedules, refuse
 from .table import Report, progress_bar
 
 COLUMNS = ("", "makespan us", "efficiency", "hops", "sent forward", "sent backward", "states waiting")
-DEFAULT_HEAD_DIM = 128
 DEFAULT_MACHINE = "h200"
 # Names in JSON, and what they are of a run.
 OF_A_RUN = {"execution": "execution", "makespan_us": "makespan", "efficiency": "efficiency", "work_efficiency": "work_efficiency"}

@@ -20,6 +20,7 @@ from ..viewing.task_times import MICROSECONDS, Recorded, TaskTimes, times_of
 from ..viewing.words import counted, describe_machine, describe_problem, figures_of, label_of
 from .arguments import (
     COSTS,
+    DEFAULT_HEAD_DIM,
     ONLY_WITH_RANKS,
     add_question,
     check_tasks,
@@ -48,7 +49,6 @@ EXAMPLES = """examples:
   dash-attn plan --ranks 8 --seqlen 131072 --heads 8 --group 4 --gantt ranks.png
 """
 COLUMNS = ("schedule", "makespan", "lower bound", "gap", "utilised", "stalled", "slack", "gang")
-DEFAULT_HEAD_DIM = 128
 FILES = ("gantt", "trace", "save")
 
 

@@ -8,29 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention.functions import flash_attn_func
 from ..call.options import Accumulation
 from ..execution.interleaving import interleaving
 from ..ledgers.recorder import ledger
+from ..nn import SelfAttention
 
 VOCABULARY, WIDTH, HEADS, LAYERS = 32, 128, 2, 4
 BATCH, LENGTH = 2, 512  # four KV tiles: enough that the order of a sum can change it
 LEARNING_RATE = 3e-3
 SEED = 0
-
-
-class Attention(nn.Module):
-    """Causal self-attention, with the projections around it."""
-
-    def __init__(self, accumulation: Accumulation) -> None:
-        super().__init__()
-        self.accumulation = accumulation
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, WIDTH // HEADS)).unbind(2)
-        attended: Tensor = self.out(flash_attn_func(q, k, v, causal=True, accumulation=self.accumulation).flatten(-2))
-        return attended
 
 
 class Block(nn.Module):
@@ -39,7 +25,7 @@ class Block(nn.Module):
     def __init__(self, accumulation: Accumulation) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention = Attention(accumulation)
+        self.attention = SelfAttention(WIDTH, HEADS, bias=True, accumulation=accumulation)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:

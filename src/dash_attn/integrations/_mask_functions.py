@@ -36,7 +36,7 @@ def read_chunks(mask_function: MaskFunction) -> int | None:
     return int(found["chunks"]) if "chunks" in found and found.keys() <= {"causal", "chunks"} else None
 
 
-# As in attention/transforms.py; asked after is_plain_window.
+# As in attention/pytorch.py; asked after is_plain_window.
 read_causal._dynamo_marked_constant = True  # type: ignore[attr-defined]
 read_chunks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

@@ -101,7 +101,7 @@ def _tried(multiply: Multiply, asked: Product, device: torch.device) -> Way:
     few = x[: 2 * BLOCK]
     first = in_blocks(lambda rows: multiply(rows, weight, bias), few)
     moved = in_blocks(lambda rows: multiply(rows, weight, bias), few[1:])
-    if _bits_differ(first[1:], moved):
+    if _differ(first[1:], moved).item():
         raise Unsupported(
             f"a product of {asked} on {device} gives a row other bits at another place, even in blocks of {BLOCK} rows:"
             " dash_attn.invariance cannot be used with it; leave out that layer, or choose another dtype"
@@ -111,7 +111,7 @@ def _tried(multiply: Multiply, asked: Product, device: torch.device) -> Way:
 
 def _differing(compute: Callable[[Tensor], Tensor], x: Tensor, whole: Tensor) -> bool:
     """Whether some call has other bits than the one of all rows. The host waits once."""
-    found = [_compared(compute(as_rows(x[rows])), whole[rows]) for rows in _tries(len(x))]
+    found = [_differ(compute(as_rows(x[rows])), whole[rows]) for rows in _tries(len(x))]
     return bool(torch.stack(found).any())
 
 
@@ -131,13 +131,10 @@ def _tries(most: int) -> Iterator[slice]:
                 yield slice(start, start + size)
 
 
-def _compared(some: Tensor, others: Tensor) -> Tensor:
+def _differ(some: Tensor, others: Tensor) -> Tensor:
+    """By their bits."""
     number = {2: torch.int16, 4: torch.int32, 8: torch.int64}[some.element_size()]
     return (some.contiguous().view(number) != others.contiguous().view(number)).any()
-
-
-def _bits_differ(some: Tensor, others: Tensor) -> bool:
-    return bool(_compared(some, others))
 
 
 def _rows_that_fit(asked: Product) -> int:

@@ -88,7 +88,8 @@ class _Uses:
                 raise Unsupported(f"per_sequence takes modules of one tensor; {self.modules[module]!r} was called with several")
             if len(x) == 1 < self.shape[0] and not x.is_floating_point():
                 x = x.expand(self.shape[0], *x.shape[1:])  # places, which all sequences share
-            autocast = _autocast_now(x.device.type)
+            device = x.device.type
+            autocast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))  # as it is now
             with _without_gradients(module):
                 out = original(x, *rest, **named)
             if torch._C._current_graph_task_id() == NO_BACKWARD:  # else a checkpoint computes it again
@@ -232,7 +233,3 @@ def _without_gradients(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         own.update(kept)
-
-
-def _autocast_now(device: str) -> torch.autocast:
-    return torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))

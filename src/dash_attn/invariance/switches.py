@@ -13,12 +13,19 @@ from ..door import Change
 from ..errors import Unsupported
 
 WITHOUT_SPLITS = (False, False)  # neither sums of 16 bits nor K cut into parts that are added later
-DTYPES = ("bf16", "fp16")
 LOCK = threading.RLock()  # settings are the process's: whoever needs others for a moment keeps all products waiting
+
+
+def _sums_of(dtype: str) -> property:
+    """A pair (reduced precision, split-K), or a bool in versions that have no switch for the second."""
+    name, matmul = f"allow_{dtype}_reduced_precision_reduction", torch.backends.cuda.matmul
+    return property(lambda _: getattr(torch._C, f"_get_cublas_{name}")(), lambda _, value: setattr(matmul, name, value))
 
 
 class Switches:
     """PyTorch's settings as attributes, which a door can change and put back."""
+
+    bf16, fp16 = _sums_of("bf16"), _sums_of("fp16")
 
     def __init__(self) -> None:
         self.before: dict[str, Any] = {}
@@ -30,22 +37,6 @@ class Switches:
     @library.setter
     def library(self, value: Any) -> None:
         torch.backends.cuda.preferred_blas_library(value)
-
-    @property
-    def bf16(self) -> Any:
-        return _sums_of("bf16")
-
-    @bf16.setter
-    def bf16(self, value: tuple[bool, bool]) -> None:
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = value
-
-    @property
-    def fp16(self) -> Any:
-        return _sums_of("fp16")
-
-    @fp16.setter
-    def fp16(self, value: tuple[bool, bool]) -> None:
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = value
 
     @property
     def stance(self) -> Any:
@@ -88,11 +79,6 @@ class Switches:
     def _put(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
             setattr(self, name, value)
-
-
-def _sums_of(dtype: str) -> Any:
-    """A pair (reduced precision, split-K), or a bool in versions that have no switch for the second."""
-    return getattr(torch._C, f"_get_cublas_allow_{dtype}_reduced_precision_reduction")()
 
 
 def _cublaslt() -> Any:

@@ -43,11 +43,7 @@ def first_difference(entry: Entry, a: bytes, b: bytes) -> Element | None:
 
 def _shown(data: bytes, dtype: str) -> str:
     """The value, and its bits: two numbers may look alike, and NaNs do."""
-    return f"{_value(data, dtype)!r} (0x{data[::-1].hex()})"
-
-
-def _value(data: bytes, dtype: str) -> Any:
-    return _values(data, dtype)[0].item()
+    return f"{_values(data, dtype)[0].item()!r} (0x{data[::-1].hex()})"
 
 
 def _values(data: bytes, dtype: str) -> NDArray[Any]:

@@ -64,7 +64,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Moment:
-    """The end of a step, or the state that a segment started with: as it is in both runs."""
+    """The end of a step, or the state that a stint started with: as it is in both runs."""
 
     number: int
     is_start: bool
@@ -202,7 +202,7 @@ def _compare_rank(ranks: RankPair, stop: bool = False) -> _OfRank:
 
 
 def _moments(ranks: RankPair) -> Iterator[Moment]:
-    """In the order of time. The start of a segment compares with the other's, or with what the other had after that step."""
+    """In the order of time. The start of a stint compares with the other's, or with what the other had after that step."""
     a, b, align = ranks.a, ranks.b, aligner(ranks.weights_only)
     for number in sorted({*a.steps, *b.steps, *a.starts, *b.starts}):
         if number in a.steps and number in b.steps:

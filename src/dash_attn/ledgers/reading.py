@@ -1,4 +1,4 @@
-"""Ledgers as they were written: a run has ranks, a rank has segments (one per start of the process), a segment has steps.
+"""Ledgers as they were written: a run has ranks, a rank has stints (one per start of the process), a stint has steps.
 
 `read_runs` says which file of one run is compared with which of the other.
 Files are read record by record, and sums when they are asked for: a long run need not fit in memory.
@@ -40,7 +40,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Step:
-    """`is_start`: the state that a segment began with, which is that after step `number`."""
+    """`is_start`: the state that a stint began with, which is that after step `number`."""
 
     number: int
     is_start: bool
@@ -69,10 +69,10 @@ class Step:
 
 @dataclass
 class RankLedger:
-    """The file of one rank. A segment begins with each start of its process, which wrote a head.
+    """The file of one rank. A stint begins with each start of its process, which wrote a head.
 
-    steps: by number. What a segment recorded past the step that a later one resumed from was given up, and is left out.
-    starts: the states that segments began with, by the step they came after; without those that were given up.
+    steps: by number. What a stint recorded past the step that a later one resumed from was given up, and is left out.
+    starts: the states that stints began with, by the step they came after; without those that were given up.
     """
 
     path: Path
@@ -81,7 +81,7 @@ class RankLedger:
     starts: dict[int, Step] = field(default_factory=dict)
     plans: dict[str, Plan] = field(default_factory=dict)
     unfinished: int = 0  # bytes at its end that are no whole record
-    # Of the last segment:
+    # Of the last stint:
     _end: dict[str, Any] | None = None  # None: it did not end by itself
     _next_step: int = 0  # behind the last that was recorded
     _layouts: list[Layout] = field(default_factory=list)
@@ -96,7 +96,7 @@ class RankLedger:
 
     @property
     def world_size(self) -> int | None:
-        """Of the last segment. None: it was not recorded."""
+        """Of the last stint. None: it was not recorded."""
         return _world_size(self.heads[-1])
 
     @property

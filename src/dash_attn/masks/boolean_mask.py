@@ -154,13 +154,13 @@ def words_and_places(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.uint64], NDA
     return words, places
 
 
-def rows_as_words(packed: NDArray[np.uint8]) -> NDArray[np.uint64]:
+def rows_as_words(octets: NDArray[np.uint8]) -> NDArray[np.uint64]:
     """(rows, blocks) from (rows, bytes): zeros beyond the last."""
     size = BLOCK // 8
-    if packed.shape[1] % size == 0 and packed.flags.c_contiguous:
-        return packed.view(WORD)
-    padded = np.zeros((len(packed), -(-packed.shape[1] // size) * size), dtype=np.uint8)
-    padded[:, : packed.shape[1]] = packed
+    if octets.shape[1] % size == 0 and octets.flags.c_contiguous:
+        return octets.view(WORD)
+    padded = np.zeros((len(octets), -(-octets.shape[1] // size) * size), dtype=np.uint8)
+    padded[:, : octets.shape[1]] = octets
     return padded.view(WORD)
 
 
@@ -175,7 +175,7 @@ def _blocks_of(rows: NDArray[np.uint64], columns: int) -> NDArray[np.uint8]:
 class BooleanMask:
     """Query i attends key j iff `matrix[..., i, j]`. The shape is (q_len, kv_len), or broadcasts to (batch, query heads, q_len, kv_len).
 
-    flash_attn_func takes it as `mask=`, and a boolean tensor as well. What is made here is planned and packed once: make it once where
+    flash_attn_func takes it as `mask=`, and a boolean tensor as well. What is made here is read and planned once: make it once where
     many calls have one mask. It keeps its own bits, so a later change of the matrix has no effect. `nbytes` says how many bytes it has.
     """
 
@@ -189,8 +189,8 @@ class BooleanMask:
             raise ValueError(
                 f"a boolean mask must be boolean, not empty and of shape {DIMENSIONS}; got {array.dtype} of shape {tuple(array.shape)}"
             )
-        pack = bits_on_device if on_device else BitMatrix.of
-        self._take([[pack(one) for one in heads] for heads in _without_repeats(array)], tuple(array.shape))
+        in_bits = bits_on_device if on_device else BitMatrix.of
+        self._take([[in_bits(one) for one in heads] for heads in _without_repeats(array)], tuple(array.shape))
 
     @classmethod
     def of_matrices(cls, matrices: list[list[BitMatrix]]) -> BooleanMask:
@@ -277,7 +277,7 @@ def bits_on_device(matrix: Any) -> BitMatrix:
     padded = matrix.new_zeros(rows, -(-columns // BLOCK) * BLOCK)
     torch.ne(matrix.view(torch.uint8), 0, out=padded[:, :columns])  # a tensor viewed as boolean may have other bytes than 0 and 1
     elements = padded.view(torch.uint8)
-    packed = elements[:, ::8].clone()
+    octets = elements[:, ::8].clone()
     for bit in range(1, 8):
-        packed |= elements[:, bit::8] << bit
-    return BitMatrix.of_rows(rows_as_words(packed.cpu().numpy()), (rows, columns))
+        octets |= elements[:, bit::8] << bit
+    return BitMatrix.of_rows(rows_as_words(octets.cpu().numpy()), (rows, columns))

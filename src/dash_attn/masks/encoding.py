@@ -71,10 +71,10 @@ def decode_mask(name: str, sizes: Sequence[int]) -> Mask:
 
 
 def _decode_tiles(hexadecimal: str, rows: int, columns: int, block_q: int, block_kv: int) -> TileMap:
-    packed = np.frombuffer(bytes.fromhex(hexadecimal), dtype=np.uint8)
-    if min(rows, columns) < 1 or len(packed) != -(-rows * columns // 8):
-        raise ValueError(f"a tile map of {rows} x {columns} blocks needs {-(-rows * columns // 8)} bytes; got {len(packed)}")
-    return TileMap(np.unpackbits(packed, count=rows * columns).astype(np.bool_).reshape(rows, columns), block_q, block_kv)
+    octets = np.frombuffer(bytes.fromhex(hexadecimal), dtype=np.uint8)
+    if min(rows, columns) < 1 or len(octets) != -(-rows * columns // 8):
+        raise ValueError(f"a tile map of {rows} x {columns} blocks needs {-(-rows * columns // 8)} bytes; got {len(octets)}")
+    return TileMap(np.unpackbits(octets, count=rows * columns).astype(np.bool_).reshape(rows, columns), block_q, block_kv)
 
 
 def mask_to_json(mask: Mask) -> dict[str, Any] | str:

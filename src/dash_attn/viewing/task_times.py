@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import RecordError
+from ..scheduling.order import neighbours
 from ..scheduling.schedule import Schedule
 from ..simulation.simulate import Timeline
 from .words import percent, plain_number
@@ -113,10 +114,9 @@ class TaskTimes:
 
 def chains_before(worker: Indices, start: Floats) -> Indices:
     """For each chain the place of the one that its worker ran before; -1: there was none."""
-    order = np.lexsort((start, worker))
-    same = worker[order[1:]] == worker[order[:-1]]
+    earlier, later = neighbours(worker, start)
     found = np.full(len(worker), -1)
-    found[order[1:][same]] = order[:-1][same]
+    found[later] = earlier
     return found
 
 

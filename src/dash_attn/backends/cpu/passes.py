@@ -8,16 +8,7 @@ import secrets
 import torch
 from torch import Tensor
 
-from ...call.call import (
-    Call,
-    Gradients,
-    Grads,
-    Saved,
-    backward_of_nothing,
-    forward_of_nothing,
-    no_pairs,
-    sum_in_order,
-)
+from ...call.call import Call, Gradients, Grads, Saved, backward_of_nothing, forward_of_nothing, no_pairs, sum_in_order
 from ...call.planning import DEFAULT_WORKERS, plan_on_any, problem_of
 from ...execution.interleaving import Interleaving, current_interleaving
 from ...execution.run import run_plan

@@ -104,7 +104,7 @@ class Scores:
         if self.elements is None or not isinstance(problem.mask, TilePattern):
             return _dropped_by_rule(problem.mask, problem.q_len, problem.kv_len, at.q_tile, at.kv_tile)
         rows, columns = _inside(problem.q_len, problem.kv_len, at.q_tile, at.kv_tile)
-        return _whole_tile(self.elements.of(at.sequence, at.head).keep(rows, columns))  # not kept: the bits are there already, packed
+        return _whole_tile(self.elements.of(at.sequence, at.head).keep(rows, columns))  # not kept: the bits are there already
 
 
 @lru_cache(maxsize=1024)  # 8 MiB: other heads, the backward and the next step ask for the same tiles
@@ -200,12 +200,12 @@ class BackwardTiles:
         self.q, self.dout = to_tiles(q, TILE_Q), to_tiles(dout, TILE_Q)
         self.keys: dict[int, tuple[Tensor, Tensor]] = {}  # by KV head: tiles (batch, KV tiles, rows, dim)
         lse, dlse = of_rows
-        self.lse = self._pack_rows(lse.masked_fill(lse == -torch.inf, torch.inf), torch.inf)
+        self.lse = self._rows_by_tile(lse.masked_fill(lse == -torch.inf, torch.inf), torch.inf)
         self.delta = self._delta(to_tiles(out, TILE_Q))
         if dlse is not None:
             # The derivative of the LSE by a score is that score's weight, as for delta but with the opposite sign.
             # Rows without a weight have none.
-            self.delta -= self._pack_rows(dlse.masked_fill(lse == -torch.inf, 0), 0.0)
+            self.delta -= self._rows_by_tile(dlse.masked_fill(lse == -torch.inf, 0), 0.0)
         self.dq = torch.empty_like(self.q)
         self.dq[:, :, [plan.turns_per_q_tile[tile] == 0 for tile in share.q_tiles]] = 0
         tiles = (plan.problem.batch, plan.problem.heads, len(share.kv_tiles), TILE_KV)
@@ -217,7 +217,7 @@ class BackwardTiles:
         for head, (k_tiles, v_tiles) in enumerate(zip(to_tiles(k, TILE_KV).unbind(1), to_tiles(v, TILE_KV).unbind(1), strict=True)):
             self.keys[first_head + head] = k_tiles, v_tiles
 
-    def _pack_rows(self, values: Tensor, beyond: float) -> Tensor:
+    def _rows_by_tile(self, values: Tensor, beyond: float) -> Tensor:
         """A number per row, by Q tile. An LSE of +inf, of rows that attend nothing, makes their weights exp(-inf) = 0."""
         padded = self.q.new_full((*values.shape[:2], len(self.share.q_tiles) * TILE_Q), beyond)
         padded[:, :, : values.shape[2]] = values
@@ -306,14 +306,14 @@ def to_tiles(x: Tensor, rows: int) -> Tensor:
     """(batch, length, heads, dim) -> contiguous tiles (batch, heads, tiles, rows, dim) for the arithmetic, zero-padded."""
     batch, length, heads, dim = x.shape
     tiles = -(-length // rows)
-    packed = torch.zeros(batch, heads, tiles * rows, dim, dtype=arithmetic(x.dtype), device="cpu")
-    packed[:, :, :length] = x.detach().transpose(1, 2)
-    by_tile: Tensor = packed.unflatten(2, (tiles, rows))
+    padded = torch.zeros(batch, heads, tiles * rows, dim, dtype=arithmetic(x.dtype), device="cpu")
+    padded[:, :, :length] = x.detach().transpose(1, 2)
+    by_tile: Tensor = padded.unflatten(2, (tiles, rows))
     return by_tile
 
 
 def from_tiles(tiles: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """The inverse of pack, in the caller's dtype."""
+    """The inverse of to_tiles, in the caller's dtype."""
     return tiles.flatten(2, 3)[:, :, :length].transpose(1, 2).to(dtype).contiguous()
 
 

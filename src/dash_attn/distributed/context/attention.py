@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, overload
 
 import torch
 from torch import Tensor
 
 from ...attention.autograd import Attention
 from ...attention.pytorch import is_traced, refuse_transforms
-from ...attention.signatures import ChoiceKeywords
+from ...attention.signatures import ChoiceKeywords, No, OutAndLse, Yes
 from ...call.call import Given
-from ...call.options import Choices
+from ...call.options import BackendName, Choices
 from ...call.tensor_checks import check_flags
 from ...masks import Mask
+from ...scheduling.generators import ScheduleName
 from ...scheduling.ranks.sharding import Sharding
 from ...scheduling.schedule import Schedule
 from ..hosts import ATTENTION
@@ -30,8 +31,8 @@ class _Choices(ChoiceKeywords, total=False):
     """For overloads: what does not change the type of the result."""
 
     mask: Mask | None
-    schedule: str | Schedule
-    backend: str
+    schedule: ScheduleName | Schedule
+    backend: BackendName
     sharding: str | Sharding
     ulysses: int
     cu_seqlens: Offsets | None
@@ -39,16 +40,16 @@ class _Choices(ChoiceKeywords, total=False):
 
 @overload
 def context_parallel_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: Group = ..., *, return_lse: Literal[False] = ..., **choices: Unpack[_Choices]
+    q: Tensor, k: Tensor, v: Tensor, group: Group = ..., *, return_lse: No = ..., **choices: Unpack[_Choices]
 ) -> Tensor: ...
 @overload
 def context_parallel_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: Group = ..., *, return_lse: Literal[True], **choices: Unpack[_Choices]
-) -> tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, group: Group = ..., *, return_lse: Yes, **choices: Unpack[_Choices]
+) -> OutAndLse: ...
 @overload
 def context_parallel_attention(
     q: Tensor, k: Tensor, v: Tensor, group: Group = ..., *, return_lse: bool = ..., **choices: Unpack[_Choices]
-) -> Tensor | tuple[Tensor, Tensor]: ...
+) -> Tensor | OutAndLse: ...
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -64,8 +65,8 @@ def context_parallel_attention(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
-    schedule: str | Schedule = "auto",
-    backend: str = "auto",
+    schedule: ScheduleName | Schedule = "auto",
+    backend: BackendName = "auto",
     head_offset: int = 0,
     sharding: str | Sharding = "zigzag",
     ulysses: int = 1,

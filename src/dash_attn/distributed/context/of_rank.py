@@ -35,7 +35,7 @@ from .ulysses import HeadExchange, inside_and_outside
 
 KeysOf = Callable[[OwnDocument], Keys]
 Mail = RankMail | Mailbox
-Rows = tuple[Tensor, ...]  # dout, q, k, v, out
+Rows = tuple[Tensor, ...]  # dout, q, k, v, out; some of them
 OfRows = tuple[Tensor, Tensor | None]  # LSE and, where it was used, its gradient
 
 
@@ -229,15 +229,7 @@ class BackwardPass:
 class RowBackward:
     """The backward of a rank: each of its documents in turn, a BackwardPass and the `end` of it."""
 
-    def __init__(
-        self,
-        call: SharedCall,
-        rank: int,
-        rows: tuple[Tensor, ...],
-        of_rows: tuple[Tensor, Tensor | None],
-        keys_of: KeysOf,
-        given: Given,
-    ) -> None:
+    def __init__(self, call: SharedCall, rank: int, rows: Rows, of_rows: OfRows, keys_of: KeysOf, given: Given) -> None:
         """rows: dout, q and out of the rows that the rank works on; of_rows: their LSE and, where it was used, its gradient."""
         self.call, self.rows, self.of_rows, self.keys_of, self.given = call, rows, of_rows, keys_of, given
         self.own = own_documents(call, rank)

@@ -26,15 +26,7 @@ class MicroBatchSampler(Sampler[list[int]]):
     seed: of the shuffled orders; the same on every rank.
     """
 
-    def __init__(
-        self,
-        samples: int,
-        size: int,
-        micro_batches: int,
-        group: Group = None,
-        shuffle: bool = True,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, samples: int, size: int, micro_batches: int, group: Group = None, shuffle: bool = True, seed: int = 0) -> None:
         check_flags(shuffle=shuffle)
         for name, value in (("samples", samples), ("size", size), ("micro_batches", micro_batches)):
             whole_number(name, value)

@@ -73,12 +73,7 @@ class Job(NamedTuple):
 
 
 def measure(
-    shape: Shape,
-    candidates: Sequence[Candidate],
-    repeats: int,
-    timer: Timer,
-    device: torch.device,
-    scale: Scale | None = None,
+    shape: Shape, candidates: Sequence[Candidate], repeats: int, timer: Timer, device: torch.device, scale: Scale | None = None
 ) -> list[dict[str, Any]]:
     """Rows of one shape, ready for JSON. Candidates that cannot compute it at all have none (candidates.who_runs says why)."""
     reference = Reference(shape, make_tensors(shape, device))

@@ -17,9 +17,9 @@ import numpy as np
 
 from ...scheduling.order import neighbours
 from ...scheduling.schedule import Schedule
-from ...simulation.critical_path import critical_path
+from ...simulation.critical_path import critical_path, turn_predecessors
 from ...simulation.simulate import Machine, Timeline, simulate
-from ...viewing.task_times import Floats, TaskTimes, task_table
+from ...viewing.task_times import Floats, TaskTimes
 
 CONSTANTS = ("compute", "reduce", "latency", "startup")
 DIGITS = 4  # decimals of a constant, in microseconds
@@ -140,11 +140,9 @@ def _median(values: Sequence[Floats], otherwise: float | None = None) -> float:
 
 def _hand_overs(schedule: Schedule, spans: TaskTimes, waited: float) -> Floats:
     """From the start of a reduce to the start of the next turn on the same dQ tile, where that one waited for it."""
-    table, problem = task_table(schedule), schedule.problem
-    tile = (table.sequence * problem.heads * problem.group + table.head) * problem.q_tiles + table.q_tile
-    before, after = neighbours(tile, table.turn)
-    late = spans.reduce_start[after] - spans.compute_end[after] > waited
-    return spans.reduce_start[after[late]] - spans.reduce_start[before[late]]
+    before = turn_predecessors(schedule)
+    late = np.flatnonzero((before >= 0) & (spans.reduce_start - spans.compute_end > waited))
+    return spans.reduce_start[late] - spans.reduce_start[before[late]]
 
 
 def _starts(spans: TaskTimes) -> Floats:

@@ -168,7 +168,7 @@ warning  cuda-bindings: CUDA is there, cuda-bindings is not
     fix: pip install 'dash-attn[gpu]'
     see: README.md
 info  kernel-origin: {}
-    why: Machine code decides bits. Packed kernels are the same on every machine; those compiled here depend on the NVRTC at hand.
+    why: Machine code decides bits. Shipped kernels are the same on every machine; those compiled here depend on the NVRTC at hand.
     fix: Install the same wheel everywhere (python -m build), and compare the kernels' hashes (dash_attn.explain)
     see: docs/hopper.md
 info  gpu-model: {}

@@ -23,6 +23,7 @@ from ...distributed.context.ulysses import outer_sharding
 from ...masks import Causal, Full, Window
 from ...scheduling.order import CONTEXT_PARALLEL_INVARIANT
 from ...scheduling.ranks.sharding import SHARDINGS, Sharding
+from ...viewing.words import counted
 from .cases import DTYPES, Case, Extras, Inputs, Results, attend, poisoned_memory, results_of
 
 PAGE_SIZES = (0, 16, 48)  # 0: rows
@@ -135,7 +136,7 @@ def check_ranks(cases: Sequence[Case], device: str, ranks: Sequence[int], backen
                     if count > 1:
                         _call(case, like, like[:, :, : case.kv_heads], shared)
                 except ValueError as error:
-                    raise ValueError(f"{in_words(count)} cannot share {case} ({sharding}): {error}") from None
+                    raise ValueError(f"{counted(count, 'rank')} cannot share {case} ({sharding}): {error}") from None
 
 
 def on_ranks(case: Case, inputs: Inputs, ranks: Sequence[int], extras: Extras | None = None) -> Iterator[tuple[str, Results]]:
@@ -143,11 +144,7 @@ def on_ranks(case: Case, inputs: Inputs, ranks: Sequence[int], extras: Extras | 
     for count in ranks:
         for sharding in SHARDINGS:
             play = _play if count > 1 else _alone
-            yield f"{in_words(count)}, {sharding}", play(case, inputs, Sharding.named(sharding, case.seqlen, count), extras)
-
-
-def in_words(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
+            yield f"{counted(count, 'rank')}, {sharding}", play(case, inputs, Sharding.named(sharding, case.seqlen, count), extras)
 
 
 def _play(case: Case, inputs: Inputs, sharding: Sharding, extras: Extras | None) -> Results:

@@ -1,0 +1,58 @@
+"""Boolean masks that are refused, each by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dash_attn import BooleanMask, flash_attn_func, flash_attn_varlen_func
+from dash_attn.masks import TilePattern
+
+Q, K = torch.zeros(2, 10, 4, 8), torch.zeros(2, 12, 2, 8)
+ONES = torch.ones(10, 12, dtype=torch.bool)
+BAD: list[tuple[Any, type[Exception], str]] = [
+    (ONES.T, ValueError, r"must be \(10, 12\) \(q_len, kv_len\), or broadcast to \(2, 4, 10, 12\) .*; got shape \(12, 10\)"),
+    (ONES.expand(2, 10, 12), ValueError, r"got shape \(2, 10, 12\)"),  # dimensions are aligned from the right: these would be heads
+    (ONES.expand(2, 2, 10, 12), ValueError, r"got shape \(2, 2, 10, 12\)"),  # KV heads, not query heads
+    (ONES.expand(1, 1, 1, 10, 12), ValueError, r"got shape \(1, 1, 1, 10, 12\)"),
+    (ONES[0], ValueError, r"got shape \(12,\)"),
+    (ONES.float(), ValueError, r"must have 0 where a query attends a key, and -inf elsewhere; got 1.0"),
+    (torch.full((10, 12), torch.finfo(torch.float32).min), ValueError, r"and -inf elsewhere; got -3.4"),
+    (torch.full((10, 12), torch.nan), ValueError, r"and -inf elsewhere; got nan"),
+    (torch.zeros(10, 12, requires_grad=True), ValueError, r"a mask tensor gets no gradient"),
+    (ONES.to(torch.uint8), ValueError, r"must be boolean.*got torch.uint8"),
+    (ONES.to("meta"), ValueError, r"must be on the device of q, k and v \(cpu\); got meta"),
+    (ONES.to_sparse(), ValueError, r"must be dense \(layout torch.strided\); got torch.sparse_coo"),
+    (BooleanMask(ONES[:9]), ValueError, r"got shape \(9, 12\)"),
+    (BooleanMask(ONES[:1]), ValueError, r"got shape \(1, 12\)"),
+    (ONES.numpy(), TypeError, r"flash_attn_func also takes a boolean tensor or a BooleanMask"),
+    (ONES.tolist(), TypeError, r"flash_attn_func also takes a boolean tensor or a BooleanMask"),
+    (TilePattern(np.array([[1]], dtype=np.uint8)), TypeError, r"its elements come with a call: give flash_attn_func the BooleanMask"),
+]
+
+
+@pytest.mark.parametrize(("mask", "error", "message"), BAD, ids=[message[:40] for _, _, message in BAD])
+def test_other_masks_raise(mask: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        flash_attn_func(Q, K, K, mask=mask)
+
+
+@pytest.mark.parametrize("array", [np.ones((2, 2)), np.ones(3, dtype=bool), np.ones((0, 2), dtype=bool), np.ones((1,) * 5, dtype=bool)])
+def test_boolean_masks_are_made_of_booleans(array: Any) -> None:
+    with pytest.raises(ValueError, match=r"must be boolean, not empty and of shape \(q_len, kv_len\), or"):
+        BooleanMask(array)
+
+
+def test_one_argument_says_what_is_attended() -> None:
+    with pytest.raises(ValueError, match="give either mask or causal/window_size"):
+        flash_attn_func(Q, K, K, mask=ONES, causal=True)
+
+
+def test_packed_sequences_take_no_matrix() -> None:
+    tokens, ends = torch.zeros(10, 4, 8), torch.tensor([0, 4, 10], dtype=torch.int32)
+    for mask in (ONES, BooleanMask(ONES)):
+        with pytest.raises(TypeError, match="mask must be a dash_attn mask"):
+            flash_attn_varlen_func(tokens, tokens, tokens, ends, ends, 6, 6, mask=mask)  # type: ignore[call-overload]
