@@ -53,8 +53,8 @@ class Planted:
         self.sizes.add(len(x))
         if not self.above <= len(x) < self.below:
             return row_by_row(x, weight, bias)
-        half = x.shape[1] // 2
-        first, second = (in_float32(x[:, cut], weight[:, cut]) for cut in (slice(half), slice(half, None)))
+        third = x.shape[1] // 3  # not in halves: some CPUs sum so anyway
+        first, second = (in_float32(x[:, cut], weight[:, cut]) for cut in (slice(third), slice(third, None)))
         return (first + second).to(x.dtype)
 
 
