@@ -112,6 +112,10 @@ def test_one_compiler_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert get_requires_for_build_sdist() == [], "an unpacked source distribution has them"
 
 
+def test_tests_compile_with_the_compiler_of_the_wheel() -> None:
+    assert f"\nnvidia-cuda-nvrtc=={NVRTC}\n" in (ROOT / "constraints-dev.txt").read_text()
+
+
 @pytest.mark.exhaustive
 @pytest.mark.skipif(INSTALLED_NVRTC != NVRTC, reason=f"the kernels in the wheel are made by NVRTC {NVRTC}")
 def test_a_release_has_every_kernel(tmp_path: Path) -> None:
