@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from threading import Event, Thread
 from typing import Any
 
@@ -316,10 +316,35 @@ def test_long_work_ends_with_its_answer(browser: Chromium, slow: Slow) -> None:
     assert browser.run("explore.state.charts[0].run.heads") == 5
 
 
+def test_all_long_work_is_told(page: Page) -> None:
+    """And who ends a measurement leaves it to others."""
+    pytest.importorskip("torch")
+    told: list[tuple[str, int, int]] = []
+
+    def watch(label: str) -> Callable[[int, int], None]:
+        return lambda done, total: told.append((label, done, total))
+
+    options = {"seqlen": "128", "schedule": "ascending,auto", "measured": True, "device": "cpu", "threads": "1"}
+    runs = explore.answer(options, watch=watch)["runs"]
+    measuring = [(f"measuring {name}", done, 9) for name in ("ascending", "auto") for done in range(9)]
+    assert told == [*measuring, ("preparing the charts", 0, 2), ("preparing the charts", 1, 2)]
+    assert all(dict(run["figures"])["makespan"].endswith(" us") for run in runs)
+    told.clear()
+    explore.answer(explore.START, watch=watch)
+    assert list(dict.fromkeys(label for label, _, _ in told)) == ["simulating ascending", "simulating alternating", "preparing the charts"]
+
+    def leave(done: int, total: int) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        explore.answer(options, watch=lambda label: leave)
+    assert not explore.MEASURING.locked()
+
+
 def test_one_page_at_a_time_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     options = {"seqlen": "128", "measured": True, "device": "cpu", "threads": "1"}
-    with explore.MEASURING, pytest.raises(ValueError, match="another page measures"):
+    with explore.MEASURING, pytest.raises(ValueError, match="another measurement is running"):
         explore.answer(options)
     assert len(explore.answer(options)["runs"]) == 2
     assert not explore.MEASURING.locked()
