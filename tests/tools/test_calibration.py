@@ -128,7 +128,7 @@ def simulated_device(truth: Machine, **changes: Any) -> Device:
         "free": ("compute", "latency", "startup"),
         **changes,
     }
-    record = lambda call, grads: times_of(timeline(call))  # noqa: E731
+    record = lambda call, grads, progress: times_of(timeline(call))  # noqa: E731
     return Device("simulated", "cpu", WORKERS, {64: (64, 128)}, torch.float32, "cpu", record, **settings)
 
 

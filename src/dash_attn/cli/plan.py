@@ -187,7 +187,10 @@ def _measure_all(names: list[str], arguments: argparse.Namespace, device: Device
     from ..tools.calibrate.measured import make_call
 
     schedules, refused = _generate_all(names, problem, device.workers)
-    records = [device.record(*make_call(problem, arguments.head_dim, device, name)) for name, _ in schedules]
+    records = []
+    for name, _ in schedules:
+        with progress_bar(f"measuring {name}", problem.tasks) as progress:
+            records.append(device.record(*make_call(problem, arguments.head_dim, device, name), progress))
     given = arguments.machine is not None or any(getattr(arguments, name) is not None for name in COSTS)
     recorded = [(name, schedule, spans) for (name, schedule), spans in zip(schedules, records, strict=True)]
     # As given or calibrated; else read off these very runs.
