@@ -23,6 +23,7 @@ from dash_attn.scheduling import Schedule
 from dash_attn.simulation.machines import SHIPPED
 from dash_attn.tools.calibrate.pictures import read as read_predictions
 from dash_attn.tools.verify.certificate import read as read_certificate
+from doc_pages import rows
 
 ROOT = Path(__file__).parents[2]
 OLD = ROOT / "tests" / "old_files"
@@ -48,6 +49,15 @@ def planted(path: Path, folder: Path, **fields: Any) -> Path:
 
 def test_every_format_is_tested_here() -> None:
     assert {*READ, *PRINTED, *IN_OTHER_WAYS} == set(ALL)
+
+
+def test_the_page_has_every_format() -> None:
+    """docs/stability.md: the field of each, and what becomes of a file without it."""
+    found = {field.split(",")[0].strip("`"): without for _, _, field, without, _ in rows((ROOT / "docs/stability.md").read_text(), 5)}
+    assert found["the eighth byte"] == "refused"
+    assert {known.field for known in ALL.values()} - {""} <= set(found)
+    files = {name: found[ALL[name].field] for name in READ}
+    assert files == {name: "format 1" if ALL[name].unmarked else "refused" for name in READ}
 
 
 @pytest.mark.parametrize("name", READ)
