@@ -20,7 +20,7 @@ from dash_attn.cli.main import main
 from dash_attn.scheduling import GENERATORS, Problem, Schedule
 
 SIZES = ["mask", "q_tiles", "kv_tiles", "heads", "workers", "tasks"]
-KEYS = ["asked", "schedule", *SIZES, "makespan", "lower_bound", "gap", "utilization", "stalled"]
+KEYS = ["plan", "asked", "schedule", *SIZES, "makespan", "lower_bound", "gap", "utilization", "stalled"]
 SMALL = ["--q-tiles", "8", "--kv-tiles", "8", "--heads", "4", "--workers", "8", "--compute", "3", "--reduce", "1"]
 
 

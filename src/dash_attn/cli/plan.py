@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ScheduleError
+from ..formats import PLANS
 from ..scheduling.generators import choice_of_auto, generate
 from ..scheduling.problem import Problem
 from ..scheduling.schedule import Schedule
@@ -227,7 +228,8 @@ def _values(planned: Planned) -> list[dict[str, Any]]:
     sizes = {"mask": planned.mask, "q_tiles": problem.q_tiles, "kv_tiles": problem.kv_tiles, "heads": problem.heads}
     names = ("makespan", "lower_bound", "gap", "utilization", "stalled")
     return [
-        {"asked": run.name, "schedule": run.timeline.schedule.name, **sizes, "workers": planned.workers, "tasks": problem.tasks}
+        PLANS.mark
+        | {"asked": run.name, "schedule": run.timeline.schedule.name, **sizes, "workers": planned.workers, "tasks": problem.tasks}
         | {key: int(value) if float(value := getattr(run.timeline, key)).is_integer() else value for key in names}
         | ({} if run.measured is None else {"measured": run.measured.makespan})
         for run in planned.runs
