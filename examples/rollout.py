@@ -41,9 +41,9 @@ class Rollout:
 
 
 def reward(prompt: list[int], completion: list[int]) -> float:
-    """The task: count upwards. How many tokens are larger than the one before."""
+    """The task: go forward on a clock face of all tokens. How many steps are forward, that is at most half a round."""
     steps = zip([prompt[-1], *completion], completion, strict=False)
-    return sum(token > before for before, token in steps) / len(completion)
+    return sum(1 <= (token - before) % VOCABULARY <= VOCABULARY // 2 for before, token in steps) / len(completion)
 
 
 def make_model() -> Any:
