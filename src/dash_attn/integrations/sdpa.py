@@ -270,7 +270,5 @@ _warn_of_weights._dynamo_marked_constant = True  # type: ignore[attr-defined] # 
 PYTORCHS_MULTIHEAD = functional.multi_head_attention_forward
 NEED_WEIGHTS = list(signature(PYTORCHS_MULTIHEAD).parameters).index("need_weights")
 # What is changed beside the function: where PyTorch's modules would go round it.
-MODULES = (
-    Change(functional, "multi_head_attention_forward", _multihead_attention),
-    Change(torch.backends.mha, "_is_fastpath_enabled", False),
-)
+WEIGHTS = Change(functional, "multi_head_attention_forward", _multihead_attention)
+MODULES = (WEIGHTS, Change(torch.backends.mha, "_is_fastpath_enabled", False))
