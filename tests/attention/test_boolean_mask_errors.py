@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right
 
 from dash_attn import BooleanMask, flash_attn_func, flash_attn_varlen_func
 from dash_attn.masks import TilePattern
@@ -25,7 +26,9 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (torch.zeros(10, 12, requires_grad=True), ValueError, r"a mask tensor gets no gradient"),
     (ONES.to(torch.uint8), ValueError, r"must be boolean.*got torch.uint8"),
     (ONES.to("meta"), ValueError, r"must be on the device of q, k and v \(cpu\); got meta"),
-    (ONES.to_sparse(), ValueError, r"must be dense \(layout torch.strided\); got torch.sparse_coo"),
+    (ONES.to_sparse(), ValueError, r"mask tensor must be dense \(layout torch.strided\); got a sparse_coo tensor"),
+    (torch.nested.nested_tensor([ONES]), ValueError, r"must be dense \(layout torch.strided\); got a nested tensor"),
+    (causal_lower_right(10, 12), ValueError, r"PyTorch's CausalBias has none: causal_lower_right is causal=True here"),
     (BooleanMask(ONES[:9]), ValueError, r"got shape \(9, 12\)"),
     (BooleanMask(ONES[:1]), ValueError, r"got shape \(1, 12\)"),
     (ONES.numpy(), TypeError, r"flash_attn_func also takes a boolean tensor or a BooleanMask"),

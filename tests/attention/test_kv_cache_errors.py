@@ -59,7 +59,7 @@ EITHER: list[Bad] = [
     ({"q": torch.zeros(2, 3, 3, 16)}, r"query heads must be a multiple of KV heads"),
     ({"q": torch.zeros(2, 3, 4, 8)}, r"same head dim"),
     ({"rotary_cos": torch.ones(9, 4), "rotary_sin": torch.ones(9, 4)}, r"need as many queries as new keys|rotary_cos must have a row"),
-    ({"alibi_slopes": torch.ones(4)}, r"ALiBi is not supported"),
+    ({"alibi_slopes": torch.ones(4)}, r"a cache has no ALiBi: alibi_slopes must be None. flash_attn_func on the whole sequence has it"),
     ({"num_splits": 2}, r"num_splits must be 0 or 1.* got 2"),
     ({"sinks": torch.ones(3)}, r"sinks must be 4 floating-point numbers"),
     ({"softmax_scale": 0.0}, r"softmax_scale must be a finite number other than 0"),

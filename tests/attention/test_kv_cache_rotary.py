@@ -58,12 +58,22 @@ def test_it_means_what_the_definition_says(interleaved: bool) -> None:
 @pytest.mark.parametrize("pad", [0, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_steps_have_the_bits_of_one_call(dtype: torch.dtype, pad: int) -> None:
-    """Positions count from the first key, behind the padding. The control: windows."""
-    whole, keys = decoded([LENGTH], True, dtype)
+    """The control: windows."""
+    whole, keys = decoded([LENGTH], True, dtype, pad)
     steps, same_keys = decoded([70, 1, 78, 1], True, dtype, pad)
     assert same_bits(steps, whole)
-    assert same_bits(same_keys[:, pad : pad + LENGTH], keys[:, :LENGTH])
-    assert not same_bits(decoded([LENGTH], True, dtype, window_size=(20, 0))[0], whole)
+    assert same_bits(same_keys, keys)
+    assert not same_bits(decoded([LENGTH], True, dtype, pad, window_size=(20, 0))[0], whole)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_padding_is_not_taken_off(interleaved: bool) -> None:
+    """As in FlashAttention keys turn by their slots: those of a prompt may have been turned so elsewhere. The control: positions."""
+    out, keys = decoded([100, 50], interleaved, torch.float64, pad=33)
+    q, k, v, _ = random_inputs(LENGTH, LENGTH, (4, 2), DIM, torch.float64, batch=2)
+    assert largest_error(keys[:, 33 : 33 + LENGTH], turned(k, 33, interleaved)) < 1e-6
+    assert largest_error(out, flash_attn_func(turned(q, 33, interleaved), turned(k, 33, interleaved), v, causal=True)) < 1e-6
+    assert largest_error(keys[:, 33 : 33 + LENGTH], turned(k, 0, interleaved)) > 1e-3
 
 
 def test_where_every_key_is_attended_all_queries_turn_as_the_first_new_key() -> None:

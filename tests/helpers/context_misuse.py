@@ -285,8 +285,9 @@ def _layout() -> dict[str, Any]:
         torch.arange(48.0).view(2, 24),
         x,
         torch.arange(288).view(3, 2, 24, 2).bfloat16(),
+        torch.ones(0, 24, 2),
     ]
-    dims = [0, 0, 1, -2, 2]
+    dims = [0, 0, 1, -2, 2, 1]
     leaf = torch.arange(24.0).requires_grad_()
     shard(leaf, dim=0).sum().backward()  # type: ignore[no-untyped-call]
     return {

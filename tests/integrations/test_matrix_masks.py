@@ -35,6 +35,7 @@ HOLE, LEFT, RIGHT = cut(10, 15), cut(9), cut(30, None)
 IMAGES = torch.zeros_like(TOKENS)  # each row has one elsewhere
 IMAGES[0, 5:12] = IMAGES[1, 20:29] = 1
 PREFIX = 1 - IMAGES.new_ones(2, LENGTH).cumsum(1).le(12).long()
+PACKED = torch.cat([torch.arange(15), torch.arange(LENGTH - 15)]).expand(2, -1)
 UNEVEN = PREFIX.clone()
 UNEVEN[1, 12:15] = 0
 
@@ -91,6 +92,7 @@ CASES: list[tuple[str, dict[str, Any], set[str]]] = [
     ("embeddinggemma", {}, {"full", "window:8,8"}),
     ("embeddinggemma", {"attention_mask": ONES}, {"full", "window:8,8"}),
     ("embeddinggemma", {"attention_mask": HOLE}, {"a matrix"}),
+    ("embeddinggemma", {"position_ids": PACKED}, {"a matrix", "documents-full:15,25"}),  # documents that transformers has found
     ("gemma3", {"attention_mask": ONES, "token_type_ids": IMAGES}, {"a matrix"}),
     ("gemma3", {"token_type_ids": IMAGES}, {"a matrix"}),
     ("paligemma", {"token_type_ids": PREFIX, "labels": TOKENS}, {"prefix:12"}),
@@ -251,6 +253,9 @@ def test_documents_and_chunks_together() -> None:
     packed["position_ids"] = torch.cat([torch.arange(11), torch.arange(29)])[None]
     together = model(input_ids=TOKENS[:1], use_cache=False, **packed).logits
     assert largest_error(together[:, 11:], model(input_ids=TOKENS[:1, 11:]).logits) < 1e-6
+    rows = model(input_ids=TOKENS, use_cache=False, position_ids=packed["position_ids"].expand(2, -1)).logits
+    assert same_bits(rows[:1], together)
+    assert largest_error(rows[1:, 11:], model(input_ids=TOKENS[1:, 11:]).logits) < 1e-6
     with pytest.raises(NotImplementedError, match=r"give position_ids, use_cache=False and no attention_mask beside cu_seq_lens_q"):
         model(input_ids=TOKENS[:1], use_cache=False, attention_mask=ONES[:1], **packed)
 

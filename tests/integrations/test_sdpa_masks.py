@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -188,17 +189,47 @@ def test_modules_of_pytorch_with_boolean_masks_call_us(name: str, trains: bool, 
     assert largest_error(ours, expected) < 1e-12
 
 
+WARNING = r"nn.MultiheadAttention and .* with need_weights=True, their default: this attention is PyTorch's, not dash_attn's"
+
+
 def test_weights_that_are_computed_elsewhere_are_warned_about() -> None:
     layer, x = nn.MultiheadAttention(32, 4, batch_first=True), torch.randn(2, 12, 32)
+    projections = layer.in_proj_weight, layer.in_proj_bias, None, None, False, 0.0, layer.out_proj.weight, layer.out_proj.bias
+    original = functional.multi_head_attention_forward
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         expected = layer(x, x, x)
         with sdpa.enable():
             layer(x, x, x, need_weights=False)
-            with pytest.raises(
-                UserWarning, match=r"nn.MultiheadAttention with need_weights=True.* this attention is PyTorch's, not dash_attn's"
-            ):
+            with pytest.raises(UserWarning, match=WARNING):
                 layer(x, x, x)
+            function = partial(functional.multi_head_attention_forward, x, x, x, 32, 4, *projections)
+            for asked in ({}, {"need_weights": True}, {"training": True}):
+                with pytest.raises(UserWarning, match=WARNING):
+                    function(**asked)
+            with pytest.raises(UserWarning, match=WARNING):
+                function(True, None, True)
+            function(need_weights=False)
+            function(True, None, False)
         assert all(map(same_bits, layer(x, x, x), expected))
-    assert nn.MultiheadAttention.forward.__module__ == "torch.nn.modules.activation"
+    assert functional.multi_head_attention_forward is original
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_one_warning_serves_many_calls() -> None:
+    layer, x = nn.MultiheadAttention(32, 4, batch_first=True), torch.randn(2, 12, 32)
+    with warnings.catch_warnings(record=True) as heard, sdpa.enable():
+        warnings.simplefilter("default")
+        for _ in range(3):
+            layer(x, x, x)
+    assert len(heard) == 1
+
+
+def test_masks_of_batches_of_batches() -> None:
+    """As many dimensions before the heads as the query has."""
+    q, mask = torch.randn(3, 2, 4, 10, 8), torch.rand(2, 4, 10, 10) < 0.5
+    expected = functional.scaled_dot_product_attention(q, q, q, mask)
+    with sdpa.enable():
+        assert largest_error(functional.scaled_dot_product_attention(q, q, q, mask), expected) < 1e-5
+        with pytest.raises(ValueError, match=r"must broadcast to \(3, 2, 'heads', 'queries', 'keys'\); got shape \(3, 4, 10, 10\)"):
+            functional.scaled_dot_product_attention(q, q, q, torch.ones(3, 4, 10, 10, dtype=torch.bool))

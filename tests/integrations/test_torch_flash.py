@@ -75,6 +75,9 @@ def test_a_block_puts_back_what_was_active_before() -> None:
         assert attention.current_flash_attention_impl() == "dash_attn"
         assert switches() == [True, False, False, False]
         assert not torch.backends.mha.get_fastpath_enabled(), "nn.MultiheadAttention would go round it in evaluation"
+        x = torch.zeros(1, 4, 8)
+        with pytest.warns(UserWarning, match=r"with need_weights=True, their default: this attention is PyTorch's"):
+            torch.nn.MultiheadAttention(8, 2)(x, x, x)
     assert attention.current_flash_attention_impl() is None
     assert switches() == before
     assert torch.backends.mha.get_fastpath_enabled()

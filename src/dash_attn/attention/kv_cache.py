@@ -95,10 +95,10 @@ def flash_attn_with_kvcache(  # type: ignore[misc]  # positional choices are Fla
     num_splits: 0 or 1. How work is split never changes bits and is not the caller's to choose.
 
     rotary_cos, rotary_sin, rotary_interleaved: turn k and q before k is appended, as in FlashAttention: (positions, half of the dims that
-        turn), a row for each slot. A new key turns by its position, a query by that of the new key beside it; where the mask is full,
-        by that of the first new key.
+        turn), a row for each slot. A new key turns by its slot (cache_leftpad is not taken off), a query by that of the new key beside it;
+        where the mask is full, by that of the first new key.
 
-    ALiBi is not supported and raises. There is no backward: a tensor that requires a gradient raises.
+    alibi_slopes raise. There is no backward: a tensor that requires a gradient raises.
     What lies in unused slots does not matter, be it NaN. On the GPU lengths and pages are not read on the host: a kernel checks
     them and, like PyTorch's device-side assertions, stops the CUDA context with a message. Nothing is written outside the cache.
 
@@ -177,7 +177,7 @@ def refuse_gradients(**tensors: Tensor | None) -> None:
 def refuse_unsupported(alibi_slopes: Any, num_splits: Any) -> None:
     """Arguments of FlashAttention that cannot be honoured."""
     if alibi_slopes is not None:
-        raise ValueError("ALiBi is not supported: alibi_slopes must be None")
+        raise ValueError("attention to a cache has no ALiBi: alibi_slopes must be None. flash_attn_func on the whole sequence has it")
     if not is_whole(num_splits) or num_splits not in (0, 1):
         raise ValueError(f"num_splits must be 0 or 1, because sums of splits would have other bits; got {num_splits!r}")
 

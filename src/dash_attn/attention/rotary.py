@@ -49,9 +49,8 @@ def _check(call: CacheCall, cos: Tensor, sin: Tensor, whole: bool) -> None:
 
 
 def _first_positions(call: CacheCall) -> Tensor:
-    """Of the new keys of each sequence."""
-    first = torch.zeros(call.sequences, dtype=torch.int64, device=call.q.device) + call.cache_seqlens + call.first_position
-    return first if call.cache_leftpad is None else first - call.cache_leftpad
+    """Of the new keys of each sequence: as in FlashAttention those of their slots, also where slots before are padding."""
+    return torch.zeros(call.sequences, dtype=torch.int64, device=call.q.device) + call.cache_seqlens + call.first_position
 
 
 def _turned(x: Tensor, places: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

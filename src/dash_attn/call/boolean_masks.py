@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..masks import BooleanMask, Full
 from ..masks.boolean_mask import check_shape
-from .tensor_checks import DTYPES
+from .tensor_checks import DTYPES, check_strided
 
 MOST_VIEWS = 16  # of one tensor whose masks are kept
 NO_BIASES = "dash_attn takes no biases"
@@ -106,11 +106,12 @@ def _refuse_number(numbers: Tensor) -> NoReturn:
 def check_mask_tensor(mask: Tensor | BooleanMask, q: Tensor, k: Tensor) -> None:
     """Looks at shape, dtype and device only."""
     if isinstance(mask, Tensor):
+        if type(mask).__name__ == "CausalBias":  # of torch.nn.attention.bias: a shape whose memory nobody has written
+            raise ValueError("a mask tensor must have values, and PyTorch's CausalBias has none: causal_lower_right is causal=True here")
         if mask.dtype not in (torch.bool, *DTYPES):
             raise ValueError(f"a mask tensor must be boolean, True where a query attends a key, or of 0 and -inf; got {mask.dtype}")
         refuse_learnt(mask)
-        if mask.layout is not torch.strided or mask.is_nested:
-            raise ValueError(f"a mask tensor must be dense (layout torch.strided); got {mask.layout}")
+        check_strided(**{"a mask tensor": mask})
         if mask.device != q.device and q.device.type != "meta":
             raise ValueError(f"a mask tensor must be on the device of q, k and v ({q.device}); got {mask.device}")
     needed = q.shape[0], q.shape[2], q.shape[1], k.shape[1]

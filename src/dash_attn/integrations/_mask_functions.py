@@ -30,6 +30,11 @@ def read_causal(mask_function: MaskFunction) -> tuple[int | None, Tensor | None]
     return None if "by position" in found and "documents" not in found else (found.get("window"), found.get("documents"))
 
 
+def has_documents(mask_function: MaskFunction | None) -> bool:
+    """Whether transformers has put documents into a mask function, whatever its other parts are."""
+    return mask_function is not None and "documents" in _read(mask_function)
+
+
 def read_chunks(mask_function: MaskFunction) -> int | None:
     """The size of the chunks that a causal mask function keeps apart (Llama 4); None if it is another."""
     found = _read(mask_function)

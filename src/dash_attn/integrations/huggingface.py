@@ -34,7 +34,17 @@ from ._layer_mask import (
     refuse_behind_padding,
     refuse_beside,
 )
-from ._mask_functions import MaskFunction, Pattern, is_plain, is_plain_window, mask_of_pattern, matrix_of, read_causal, read_chunks
+from ._mask_functions import (
+    MaskFunction,
+    Pattern,
+    has_documents,
+    is_plain,
+    is_plain_window,
+    mask_of_pattern,
+    matrix_of,
+    read_causal,
+    read_chunks,
+)
 from ._model_check import check, checks_of_models, note_call, watched_model
 from ._torch_context_parallel import has_placement, refuse_inside
 
@@ -158,15 +168,17 @@ def _packed_offsets(given: LayerMask, batch: int, arguments: dict[str, Any]) -> 
         return None
     if offsets is not None and not isinstance(given.mask, (Full, Causal, Window)):
         raise NotImplementedError(
-            f"dash_attn supports documents with causal, bidirectional and sliding-window masks; this one is {given.in_words}"
+            f"dash_attn supports documents with causal, bidirectional and sliding-window masks; this one is {given.in_words}. A matrix"
+            " keeps documents apart by itself: leave cu_seq_lens_q out"
         )
     return offsets if offsets is None or given.padding is None else refuse_beside(given.padding, offsets)
 
 
 def _check_chunks(mask: Documents, offsets: SequenceOffsets) -> None:
-    """Chunked attention: the mask has the chunks of each document, if transformers has seen the documents."""
-    ends = {0, *accumulate(mask.lengths)}
-    if not set(offsets.cu_seqlens_q.tolist()) <= ends:
+    """Chunked attention: the mask has the chunks of each document, if transformers has seen the documents. Of every row of the batch."""
+    wanted = offsets.cu_seqlens_q.tolist()
+    ends = {0, *accumulate(mask.lengths * (wanted[-1] // sum(mask.lengths)))}
+    if not set(wanted) <= ends:
         raise NotImplementedError(
             "dash_attn keeps documents apart under chunked attention where transformers counts the chunks from the start of each: give"
             " position_ids, use_cache=False and no attention_mask beside cu_seq_lens_q"
@@ -312,6 +324,7 @@ def _made(asked: _Asked, attention_mask: Tensor | None) -> LayerMask:
         if attention_mask is not None and asked.q_offset:
             refuse_behind_padding(attention_mask, asked.q_offset)
         made = LayerMask(asked.matrix(attention_mask), (asked.q_len, asked.kv_len), first_position=asked.kv_offset)
+        made.documents_are_known = has_documents(asked.function)
     made.as_matrix = partial(asked.matrix, attention_mask)
     if are_noted():
         made.noted = given_documents()

@@ -9,10 +9,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.overrides import get_overridable_functions
 
@@ -41,7 +42,7 @@ def enable(**options: Any) -> AbstractContextManager[object]:
     outside its block are plain ones.
 
     nn.MultiheadAttention and nn.Transformer's layers call the function in evaluation, too: PyTorch's fast paths around it are switched off
-    meanwhile. With need_weights=True nn.MultiheadAttention computes attention by itself, which is warned about.
+    meanwhile. With need_weights=True multi_head_attention_forward, which they call, computes attention by itself: that is warned about.
 
     Code that imported the function by name before keeps PyTorch's. Blocks nest. The name is one for the whole process: other threads
     also see the replacement, so enter and leave blocks on one thread. Gradients may be taken after the block.
@@ -131,6 +132,8 @@ def _mask(attn_mask: Tensor, batch: tuple[int, ...]) -> Mask | Tensor:
     if attn_mask.ndim > len(batch) + 3:
         raise ValueError(f"attn_mask must not have more dimensions than query, key and value; got shape {tuple(attn_mask.shape)}")
     if attn_mask.ndim > 3 and len(batch) > 1:
+        if any(mine not in (1, size) for mine, size in zip(attn_mask.shape[-4::-1], batch[::-1], strict=False)):
+            raise ValueError(f"attn_mask must broadcast to {(*batch, 'heads', 'queries', 'keys')}; got shape {tuple(attn_mask.shape)}")
         return attn_mask.expand(*batch, *attn_mask.shape[-3:]).flatten(0, -4)
     return attn_mask
 
@@ -247,31 +250,25 @@ def _shapes(tensors: Sequence[Tensor]) -> str:
     return ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip(("query", "key", "value"), tensors, strict=True))
 
 
-@wraps(nn.MultiheadAttention.forward)
-def _multihead_attention(
-    self: nn.MultiheadAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    *arguments: Any,
-    **rest: Any,
-) -> tuple[Tensor, Tensor | None]:
-    if need_weights:
+@wraps(functional.multi_head_attention_forward)
+def _multihead_attention(*arguments: Any, **rest: Any) -> tuple[Tensor, Tensor | None]:
+    """What nn.MultiheadAttention calls. It calls scaled_dot_product_attention, unless weights are asked for."""
+    if arguments[NEED_WEIGHTS] if len(arguments) > NEED_WEIGHTS else rest.get("need_weights", True):
         _warn_of_weights()
-    return PYTORCHS_MULTIHEAD(self, query, key, value, key_padding_mask, need_weights, *arguments, **rest)
+    return PYTORCHS_MULTIHEAD(*arguments, **rest)
 
 
 def _warn_of_weights() -> None:
     warnings.warn(
-        "nn.MultiheadAttention with need_weights=True, its default, does not call scaled_dot_product_attention: this attention is"
-        " PyTorch's, not dash_attn's. Pass need_weights=False",
+        "nn.MultiheadAttention and multi_head_attention_forward do not call scaled_dot_product_attention with need_weights=True, their"
+        " default: this attention is PyTorch's, not dash_attn's. Pass need_weights=False",
         stacklevel=3,
     )
 
 
 _warn_of_weights._dynamo_marked_constant = True  # type: ignore[attr-defined] # as in attention/pytorch.py
-PYTORCHS_MULTIHEAD = nn.MultiheadAttention.forward
+PYTORCHS_MULTIHEAD = functional.multi_head_attention_forward
+NEED_WEIGHTS = list(signature(PYTORCHS_MULTIHEAD).parameters).index("need_weights")
 # What is changed beside the function: where PyTorch's modules would go round it.
-MODULES = (Change(nn.MultiheadAttention, "forward", _multihead_attention), Change(torch.backends.mha, "_is_fastpath_enabled", False))
+WEIGHTS = Change(functional, "multi_head_attention_forward", _multihead_attention)
+MODULES = (WEIGHTS, Change(torch.backends.mha, "_is_fastpath_enabled", False))

@@ -24,6 +24,7 @@ from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions, Choices, is_zero, options_for
 from ..call.tensor_checks import check_tensors
 from ..door import Change, Door, refuse_unknown
+from .sdpa import WEIGHTS
 
 NAME = "dash_attn"
 OTHER_KERNELS = ("mem_efficient_sdp", "math_sdp", "cudnn_sdp")  # of scaled_dot_product_attention, beside flash
@@ -36,15 +37,15 @@ def enable() -> AbstractContextManager[object]:
 
     scaled_dot_product_attention's other kernels are switched off meanwhile (also for CPU tensors), because it would take
     them silently where flash does not serve a call: such a call raises instead. So are the fast paths of nn.MultiheadAttention and
-    nn.Transformer's layers in evaluation, which call neither. torch.nn.attention.sdpa_kernel still
-    chooses others in a block of its own.
+    nn.Transformer's layers in evaluation, which call neither. Weights that nn.MultiheadAttention computes are warned about.
+    torch.nn.attention.sdpa_kernel still chooses others in a block of its own.
     """
     if not _is_listed():
         raise RuntimeError(
             f"PyTorch {torch.__version__} has no torch.nn.attention.register_flash_attention_impl; newer versions have it."
             " dash_attn.integrations.sdpa.enable serves this one"
         )
-    return DOOR.open(Change(_Plug(), "implementation", NAME))
+    return DOOR.open(Change(_Plug(), "implementation", NAME), WEIGHTS)
 
 
 def disable() -> None:

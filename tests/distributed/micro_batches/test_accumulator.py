@@ -279,6 +279,17 @@ def fully_sharded() -> nn.Module:
     return type("FSDPLinear", (FSDPModule, nn.Linear), {"__new__": lambda cls, *_: nn.Module.__new__(cls)})(2, 2)
 
 
+def replicated() -> nn.Module:
+    """What replicate makes of a class, without a group."""
+    from torch.distributed._composable.replicate import DDP
+
+    return type("DDPLinear", (DDP, nn.Linear), {"__new__": lambda cls, *_: nn.Module.__new__(cls)})(2, 2)
+
+
+class DDP(nn.Linear):
+    """Only a name."""
+
+
 class FullyShardedDataParallel(nn.Linear):
     """A stand-in: it is known by its name."""
 
@@ -293,7 +304,9 @@ class FullyShardedDataParallel(nn.Linear):
         (lambda: mlp().requires_grad_(False), ValueError, "no parameter that requires a gradient"),
         (subclass_gradient, TypeError, "gradient of 'weight' must be a plain tensor with all elements; got Sharded"),
         (lambda: FullyShardedDataParallel(2, 2), ValueError, "FullyShardedDataParallel adds gradients over its ranks during backward"),
-        (fully_sharded, ValueError, r"fully_shard \(FSDP2\) adds gradients .* in an order of its own, and keeps shards of the sums"),
+        (fully_sharded, ValueError, r"fully_shard \(FSDP2\) adds gradients .*, and keeps the sums or shards of them, so that"),
+        (replicated, ValueError, "replicate adds gradients over its ranks during backward, in an order of its own"),
+        (lambda: DDP(2, 2), RuntimeError, "no parameter has a gradient"),
         (lambda: list(mlp().parameters()), TypeError, "model must be an nn.Module; got list"),
     ],
 )

@@ -152,8 +152,11 @@ def _start(peers: Peers, sharding: Sharding, x: Tensor, purpose: str) -> Pending
 
 def _put_together(gather: Pending, sharding: Sharding, shape: Sequence[int]) -> Tensor:
     """shape: of a row."""
-    everything = gather.wait().view(sharding.ranks, -1, *shape)
-    whole = everything.new_empty(sharding.rows, *shape)
+    found = gather.wait()
+    whole = found.new_empty(sharding.rows, *shape)
+    if found.numel() == 0:  # of rows without numbers nobody can tell how many came
+        return whole
+    everything = found.view(sharding.ranks, -1, *shape)
     for rank, part in enumerate(everything):
         mine = rows_of(sharding, rank, whole.device)
         whole[mine] = part[: len(mine)]

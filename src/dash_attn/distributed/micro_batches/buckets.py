@@ -14,8 +14,12 @@ from ..peers import Peers
 from .tree import tree_sum
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# By name: importing them takes long. FSDP, and FSDP2, which is a base that fully_shard gives to a module's class.
-SHARDS_GRADIENTS = {"FullyShardedDataParallel": "FullyShardedDataParallel", "FSDPModule": "fully_shard (FSDP2)"}
+# By name: importing them takes long. FSDP, and what gives a base to a module's class: FSDP2 and the functional DistributedDataParallel.
+ADD_GRADIENTS = {
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+    "FSDPModule": "fully_shard (FSDP2)",
+    "torch.distributed._composable.replicate.DDP": "replicate",
+}
 Parameters = dict[str, nn.Parameter]
 Layout = tuple[tuple[str, str], ...]  # name, and all else that counts
 BUCKET_BYTES = 25 * 2**20
@@ -89,10 +93,11 @@ def _check(name: str, parameter: nn.Parameter) -> None:
 def _check_own_reduction(model: nn.Module) -> None:
     """A wrapper that reduces gradients during backward would add them in its own order, before we see them."""
     for module in model.modules():
-        if found := [SHARDS_GRADIENTS[base.__name__] for base in type(module).__mro__ if base.__name__ in SHARDS_GRADIENTS]:
+        names = (name for base in type(module).__mro__ for name in (base.__name__, f"{base.__module__}.{base.__name__}"))
+        if found := [ADD_GRADIENTS[name] for name in names if name in ADD_GRADIENTS]:
             raise ValueError(
-                f"{found[0]} adds gradients over its ranks during backward, in an order of its own, and keeps shards of the sums, so that"
-                " there is nothing left to add in a tree: use the bare model or DistributedDataParallel"
+                f"{found[0]} adds gradients over its ranks during backward, in an order of its own, and keeps the sums or shards of them,"
+                " so that there is nothing left to add in a tree: use the bare model or DistributedDataParallel"
             )
         if isinstance(module, DistributedDataParallel) and (module.require_backward_grad_sync or module.require_forward_param_sync):
             raise RuntimeError(
