@@ -62,8 +62,8 @@ class Calibrated:
         """Raises ValueError for whatever is wrong with it."""
         found = as_object(value, "the constants of a machine")
         if (found.get("machine"), found.get("unit")) != (FORMAT, UNIT):
-            got = f"format {shortened(found.get('machine'))} in {found.get('unit')}"
-            raise ValueError(f"{got}; expected format {FORMAT} in {UNIT}")
+            got = f"machine {shortened(found.get('machine'))} and unit {shortened(found.get('unit'))}"
+            raise ValueError(f"it must have machine {FORMAT} and unit {UNIT!r}; got {got}")
         names = ("machine", "name", "backend", "unit", "workers", "head_dims")
         read = read_fields(found, "the constants of a machine", names, ("measured",))  # `measured`: what they were fitted to
         entries = as_object(read["head_dims"], "head_dims")
