@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-CHECKED := src tests examples tools docs benchmarks
+CHECKED := setup.py src tests examples tools docs benchmarks
 KERNELS := $(wildcard src/dash_attn/backends/hopper/kernels/*/*.cuh)
 # 1: `make check` also refuses a kernel that `make format-kernels` would change.
 CHECK_KERNELS ?= 1

@@ -14,6 +14,7 @@ from typing import Any
 
 from dash_attn import Causal, Full, Mask, ScheduleError
 from dash_attn.backends.hopper.tiles import backward_tiles
+from dash_attn.formats import PREDICTIONS
 from dash_attn.scheduling import Problem, generate
 from dash_attn.scheduling.generators import GENERATORS
 from dash_attn.simulation import simulate
@@ -35,7 +36,7 @@ def measure(path: Path) -> None:
             continue
         rows.append({**row, "measured_us": round(measured, 1)})
         print(rows[-1], file=sys.stderr, flush=True)
-    path.write_text(json.dumps({"environment": gpu_environment(), "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({**PREDICTIONS.mark, "environment": gpu_environment(), "rows": rows}, indent=1) + "\n")
 
 
 def problem_of(row: dict[str, Any]) -> Problem:
@@ -46,6 +47,7 @@ def problem_of(row: dict[str, Any]) -> Problem:
 
 def compare(path: Path) -> None:
     results = json.loads(path.read_text())
+    PREDICTIONS.check(results, str(path))
     for row in results["rows"]:
         schedule = generate(row["schedule"], problem_of(row), results["environment"]["sms"])
         makespan = simulate(schedule, H200[row["head_dim"]]).makespan

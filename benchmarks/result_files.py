@@ -15,9 +15,10 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from dash_attn.cli import bench
+from dash_attn.formats import RESULTS
 from dash_attn.scheduling.json_fields import as_list, as_number, as_object, as_text, as_whole, read_fields, read_json_file, shortened
 from dash_attn.tools.bench.candidates import OURS
-from dash_attn.tools.bench.report import FORMAT, Cells, Results, Row, Table, shape_of, tables, unique
+from dash_attn.tools.bench.report import Cells, Results, Row, Table, shape_of, tables, unique
 from dash_attn.tools.bench.shape import PASSES, Shape
 
 from .suites import Matrix  # and masks that files name
@@ -33,9 +34,8 @@ Child = Callable[[list[str]], int]
 
 
 def read(path: Path) -> Results:
-    results = read_json_file(path, "file of benchmark results")
-    if not isinstance(results, dict) or results.get("format") != FORMAT or "rows" not in results:
-        raise ValueError(f"{path} holds no benchmark results of format {FORMAT}")
+    results: Results = read_json_file(path, "file of benchmark results")
+    RESULTS.check(results, str(path))
     try:
         _check(results)
     except ValueError as error:

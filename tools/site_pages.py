@@ -1,7 +1,7 @@
 """What mkdocs needs to make the site of docs/ and of files beside it, as we write them.
 
-A hook: DESIGN.md, CONTRIBUTING.md and RELEASING.md become pages. Links are written as they lead somewhere in the repository; here they
-are turned into links between pages.
+A hook: DESIGN.md, CONTRIBUTING.md, RELEASING.md and SECURITY.md become pages. Links are written as they lead somewhere in the
+repository; here they are turned into links between pages.
 
 The API page has our docstrings. An argument is named at the start of a line, "mask: any mask ...": these lines become a list. A field is
 explained by the comment behind it: that becomes its text.
@@ -17,7 +17,7 @@ import griffe
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
-PAGES = {"design.md": "DESIGN.md", "contributing.md": "CONTRIBUTING.md", "releasing.md": "RELEASING.md"}
+PAGES = {"design.md": "DESIGN.md", "contributing.md": "CONTRIBUTING.md", "releasing.md": "RELEASING.md", "security.md": "SECURITY.md"}
 ARGUMENT = re.compile(r"(\w+(?:, \w+)*(?: and \w+)?): (.*)")
 COMMENT = re.compile(r"  # (.+)$")
 

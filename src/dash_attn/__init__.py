@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .ledgers import ledger
     from .tools.doctor import doctor
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 
 _NEEDS_TORCH = {
     "doctor": ".tools.doctor",

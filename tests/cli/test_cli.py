@@ -20,7 +20,7 @@ from dash_attn.cli.main import main
 from dash_attn.scheduling import GENERATORS, Problem, Schedule
 
 SIZES = ["mask", "q_tiles", "kv_tiles", "heads", "workers", "tasks"]
-KEYS = ["asked", "schedule", *SIZES, "makespan", "lower_bound", "gap", "utilization", "stalled"]
+KEYS = ["plan", "asked", "schedule", *SIZES, "makespan", "lower_bound", "gap", "utilization", "stalled"]
 SMALL = ["--q-tiles", "8", "--kv-tiles", "8", "--heads", "4", "--workers", "8", "--compute", "3", "--reduce", "1"]
 
 
@@ -309,7 +309,7 @@ def test_saved_schedule_reads_back(capsys: pytest.CaptureFixture[str], tmp_path:
     ("words", "said"),
     [
         ("verify --schedule", "--schedule: empty.json is not a schedule, as `dash-attn plan --save` writes it: "),
-        ("plan --machine", "empty.json is not a machine file: it must have machine 1 and unit 'us'; got machine None and unit None"),
+        ("plan --machine", "empty.json is not a machine file: "),
     ],
 )
 def test_a_file_that_holds_something_else_is_named(

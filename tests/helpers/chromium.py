@@ -131,11 +131,19 @@ class Chromium:
 
     def open(self, url: str) -> None:
         """Load a page and wait until it says that it is ready."""
+        self._load(url)
+        self.run("await window.explore.ready")
+
+    def reopen(self, url: str) -> None:
+        """As `open`. Another address behind # alone would load nothing."""
+        self._load("about:blank")
+        self.open(url)
+
+    def _load(self, url: str) -> None:
         self.events.clear()
         self.send("Page.navigate", url=url)
         while "Page.loadEventFired" not in self.events:
             self._note(self._receive())
-        self.run("await window.explore.ready")
 
     def run(self, code: str) -> Any:
         """The value of the last line, an expression, or what the code returns; it may await."""

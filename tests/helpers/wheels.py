@@ -6,10 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
+from email import message_from_string
+from email.message import Message
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
+FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
 FOLDERS = ("src", "tools", "tests/helpers")
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.egg-info", "shipped")
 
@@ -36,6 +38,17 @@ def build(folder: Path, *options: str, limit: float = 300) -> Path:
     return made
 
 
+def metadata_of(folder: Path) -> Message:
+    """What the wheel of a copy would say of itself; nothing is built."""
+    (folder / "metadata").mkdir()
+    code = "import build_with_kernels; build_with_kernels.prepare_metadata_for_build_wheel('metadata')"
+    subprocess.run([sys.executable, "-c", code], cwd=folder, env={**os.environ, "PYTHONPATH": "tools"}, check=True, capture_output=True)
+    (written,) = (folder / "metadata").glob("*/METADATA")
+    return message_from_string(written.read_text(encoding="utf-8"))
+
+
 def install(wheel: Path, folder: Path) -> Path:
-    run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(folder), str(wheel))
+    """By name, as docs/clusters.md says: also a candidate, which is the only version there."""
+    found = ("--no-index", "--find-links", str(wheel.parent))
+    run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", *found, "--target", str(folder), "dash-attn")
     return folder

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from dash_attn import Unsupported
 from dash_attn.cli import main
+from dash_attn.formats import PROBES
 from dash_attn.invariance import products, record
 from dash_attn.invariance.probe import MOST, Product, Way, Ways, _inputs, prove_norm, proved
 from dash_attn.invariance.record import Record, in_words
@@ -30,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def found_record(**facts: Any) -> Record:
-    return Record({"gpu": "a GPU", **facts})
+    return Record({**PROBES.mark, "gpu": "a GPU", **facts})
 
 
 def in_float32(x: Tensor, weight: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,31 +11,9 @@ from torch import nn
 
 import dash_attn
 from dash_attn.ledgers import LedgerError
-from dash_attn.ledgers.reading import Step, read_rank
+from dash_attn.ledgers.reading import read_rank
+from recorded_steps import FILE, keys, record, sums
 from tensor_sums import bit_sum
-
-FILE = "rank-0.ledger"
-
-
-def record(folder: Path, model: nn.Module, x: Any, steps: int = 1, **options: Any) -> list[Step]:
-    """Steps of a model whose output is squared."""
-    with dash_attn.ledger(folder, **{"detail": True, **options}) as ledger:
-        ledger.watch(model)
-        for _ in range(steps):
-            model.zero_grad()
-            out = model(x)
-            loss = (out["y"] if isinstance(out, dict) else out).square().mean()
-            loss.backward()
-            ledger.step(model, loss=loss, batch=x)
-    return list(read_rank(folder / FILE).steps.values())
-
-
-def keys(step: Step, phase: str) -> list[tuple[str, str, str, int]]:
-    return [(entry.module, entry.role, entry.tensor, entry.call) for entry in step.layout.entries if entry.phase == phase]
-
-
-def sums(step: Step) -> dict[tuple[str, str, str], int]:
-    return {(e.phase, e.module, e.tensor): int(s) for e, s in zip(step.layout.entries, step.sums, strict=True)}
 
 
 def test_sparse_gradients(tmp_path: Path) -> None:

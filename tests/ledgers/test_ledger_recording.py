@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,33 +17,11 @@ from dash_attn.attention.observers import observers
 from dash_attn.ledgers import collecting, compare_runs, read_run
 from dash_attn.ledgers.collecting import HostCopies
 from dash_attn.ledgers.comparing import _compare_rank
-from dash_attn.ledgers.reading import RankPair, Step, read_rank
+from dash_attn.ledgers.reading import RankPair, read_rank
 from dense import same_bits
+from recorded_steps import FILE, keys, record, sums
 from tensor_sums import bit_sum
 from tiny_gpt import TinyGpt, Training
-
-FILE = "rank-0.ledger"
-
-
-def record(folder: Path, model: nn.Module, x: Any, steps: int = 1, **options: Any) -> list[Step]:
-    """Steps of a model whose output is squared."""
-    with dash_attn.ledger(folder, **{"detail": True, **options}) as ledger:
-        ledger.watch(model)
-        for _ in range(steps):
-            model.zero_grad()
-            out = model(x)
-            loss = (out["y"] if isinstance(out, dict) else out).square().mean()
-            loss.backward()
-            ledger.step(model, loss=loss, batch=x)
-    return list(read_rank(folder / FILE).steps.values())
-
-
-def keys(step: Step, phase: str) -> list[tuple[str, str, str, int]]:
-    return [(entry.module, entry.role, entry.tensor, entry.call) for entry in step.layout.entries if entry.phase == phase]
-
-
-def sums(step: Step) -> dict[tuple[str, str, str], int]:
-    return {(e.phase, e.module, e.tensor): int(s) for e, s in zip(step.layout.entries, step.sums, strict=True)}
 
 
 def test_recording_changes_no_bit(tmp_path: Path) -> None:

@@ -24,10 +24,29 @@ def test_the_version_stands_in_one_place() -> None:
         if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__version__"]
     ]
     assert [ast.literal_eval(value) for value in assigned] == [dash_attn.__version__]
-    assert re.fullmatch(r"\d+\.\d+\.\d+", dash_attn.__version__)
+    assert is_version(dash_attn.__version__)
     assert 'version = { attr = "dash_attn.__version__" }' in PROJECT
     assert not re.search(r'^version = "', PROJECT, re.M)
     assert f"\n## {dash_attn.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def is_version(text: str) -> bool:
+    """A release, or a candidate for one that is no patch."""
+    return bool(re.fullmatch(r"\d+\.\d+\.(\d+|0rc[1-9]\d*)", text))
+
+
+def classifier_of(version: str) -> str:
+    return "4 - Beta" if version.startswith("0.") or "rc" in version else "5 - Production/Stable"
+
+
+def test_a_candidate_is_no_release() -> None:
+    """RELEASING.md: the classifier changes with the release, and every candidate has the heading of the section they share."""
+    assert re.findall(r'"Development Status :: (.+)"', PROJECT) == [classifier_of(dash_attn.__version__)]
+    said = ("0.1.0", "1.0.0rc1", "1.0.0", "1.4.2", "2.0.0rc1")
+    assert [classifier_of(version)[0] for version in said] == ["4", "4", "5", "5", "4"]
+    assert [is_version(version) for version in (*said, "1.2.0rc10")] == [True] * 6
+    assert [is_version(version) for version in ("1.0", "1.0.0rc0", "1.0.0.dev1", "1.0.1rc1", "1.0.0-rc1", "1.0.0rc")] == [False] * 6
+    assert len(re.findall(rf"^## {dash_attn.__version__.partition('rc')[0]}", (ROOT / "CHANGELOG.md").read_text(), re.M)) == 1
 
 
 def test_ci_runs_on_the_oldest_and_the_newest_python() -> None:

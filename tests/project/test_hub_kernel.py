@@ -193,6 +193,8 @@ def test_models_of_transformers_load_it(folder: Path) -> None:
     local = ":".join(f"{name}={folder}" for name in ("org/dash-flash-attn", "org/dash-attn"))
     environment = {**os.environ, "LOCAL_KERNELS": local, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", MODELS], capture_output=True, text=True, timeout=300, env=environment)
+    if "uses an incompatible version" in done.stderr:
+        pytest.skip(done.stderr.strip().splitlines()[-1])  # each transformers takes a few versions of `kernels`
     assert done.returncode == 0, done.stderr
 
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 README, DESIGN = (ROOT / "README.md").read_text(), (ROOT / "DESIGN.md").read_text()
 INDEX, SIMULATOR, CALL = ((DOCS / f"{name}.md").read_text() for name in ("index", "simulator", "how-a-call-runs"))
-PAGES = [ROOT / name for name in ("README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(DOCS.rglob("*.md"))
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 REFUSED = ("biases other than ALiBi", "double backward", "`torch.func`")
 
 

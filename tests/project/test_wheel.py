@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import zipfile
+from email import message_from_bytes
+from email.message import Message
 from pathlib import Path
 
 import pytest
 
 import dash_attn
-from wheels import ROOT, build, copy_tree, install, run
+from wheels import ROOT, build, copy_tree, install, metadata_of, run
 
 pytest.importorskip("build")
 pytest.importorskip("setuptools")
 
 SOURCE = ROOT / "src" / "dash_attn"
+README = (ROOT / "README.md").read_text()
+ADDRESS = "https://forge.example/group/dash-attn"
 
 USE_IT = """
 import dash_attn, torch
@@ -46,6 +51,44 @@ def test_every_source_file_is_in_the_wheel(wheel: Path) -> None:
 
 def test_the_version_is_the_one_of_the_sources(wheel: Path) -> None:
     assert wheel.name.split("-")[1] == dash_attn.__version__
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory: pytest.TempPathFactory) -> Message:
+    """The metadata of a project that has an address."""
+    tree = copy_tree(tmp_path_factory.mktemp("described"))
+    with (tree / "pyproject.toml").open("a") as file:
+        file.write(f'\n[project.urls]\nRepository = "{ADDRESS}/"\n')
+    return metadata_of(tree)
+
+
+def test_an_index_shows_readme_with_whole_addresses(described: Message) -> None:
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", described.get_payload())
+    assert all(target.startswith("https://") for _, target in links)
+    for mark, kind in (("", "blob"), ("!", "raw")):
+        start = f"{ADDRESS}/{kind}/v{dash_attn.__version__}/"
+        ours = [target.removeprefix(start) for found, target in links if found == mark and target.startswith(start)]
+        assert len(ours) >= (2 if mark else 10)
+        assert [target for target in ours if not (ROOT / target.partition("#")[0]).exists()] == []
+    assert described.get_all("Project-URL") == [f"Repository, {ADDRESS}/"]
+    assert described["Description-Content-Type"] == "text/markdown"
+    assert "description" not in described.get_all("Dynamic", []), "known before the build"
+
+
+def test_links_alone_are_changed(described: Message) -> None:
+    text, readme = (page.splitlines() for page in (described.get_payload(), README))
+    changed = [old for old, new in zip(readme, text, strict=True) if old != new]
+    assert all("](" in line for line in changed)
+    assert {line for line in readme if re.search(r"\]\((?!https:)", line)} == set(changed)
+
+
+def test_without_an_address_nothing_is_made_up(wheel: Path) -> None:
+    """As the project is: it has none yet. Who gives it one will see this test."""
+    with zipfile.ZipFile(wheel) as packed:
+        (name,) = (name for name in packed.namelist() if name.endswith("METADATA"))
+        told = message_from_bytes(packed.read(name))
+    assert told.get_payload(decode=True).decode() == README  # type: ignore[union-attr]
+    assert "Project-URL" not in told
 
 
 def test_it_works_in_a_clean_folder(wheel: Path, tmp_path: Path) -> None:

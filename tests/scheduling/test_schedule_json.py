@@ -92,7 +92,7 @@ def test_tile_maps_are_read_strictly(tiles: Any, said: str) -> None:
         ("", "not the JSON of a schedule"),
         (SMALL.to_json()[:-40], "not the JSON of a schedule"),
         ("[" * 100_000, "nested too deeply"),
-        ("[]", "must be an object with problem, order, placement"),
+        ("[]", "must be an object; got list"),
         ("3", "must be an object"),
         ("null", "must be an object"),
         (SMALL.to_json().replace('"workers": 3', '"workers": 3, "workers": 4'), "a key occurs twice"),

@@ -128,7 +128,7 @@ def simulated_device(truth: Machine, **changes: Any) -> Device:
         "free": ("compute", "latency", "startup"),
         **changes,
     }
-    record = lambda call, grads: times_of(timeline(call))  # noqa: E731
+    record = lambda call, grads, progress: times_of(timeline(call))  # noqa: E731
     return Device("simulated", "cpu", WORKERS, {64: (64, 128)}, torch.float32, "cpu", record, **settings)
 
 
@@ -198,7 +198,7 @@ def test_machine_files_survive_a_round_trip(tmp_path: Path) -> None:
         ("no json", "not JSON"),
         ("[]", "must be an object"),
         ('{"machine": 9, "unit": "us"}', "format 9"),
-        ('{"machine": 1, "unit": "ms"}', "in ms"),
+        ('{"machine": 1, "unit": "ms"}', "in 'ms'"),
         ('{"machine": 1, "unit": "us", "name": "x", "backend": "cpu", "workers": 1, "head_dims": {}}', "head dims"),
         ('{"machine": 1, "unit": "us", "name": "x", "backend": "cpu", "workers": 1, "head_dims": {"64": {"compute": 1}}}', "tiles"),
         (

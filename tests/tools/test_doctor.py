@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, replace
@@ -221,11 +222,17 @@ def test_command_in_a_sound_environment_and_with_a_fault() -> None:
     command = ("-m", "dash_attn.cli.main", "doctor", "--json")
     sound = run_python(*command, CUDA_VISIBLE_DEVICES="")
     assert sound.returncode == 0, sound.stdout + sound.stderr
-    assert {finding["severity"] for finding in json.loads(sound.stdout)} == {"info"}
+    said = json.loads(sound.stdout)
+    assert list(said) == ["doctor", "versions", "gpu", "backend", "findings"]
+    assert (said["doctor"], said["gpu"], said["backend"]) == (1, None, "cpu")
+    assert said["versions"].items() >= {"python": platform.python_version(), "dash_attn": dash_attn.__version__}.items()
+    assert {"torch", "numpy"} <= said["versions"].keys()
+    assert all(isinstance(version, str) and version for version in said["versions"].values())
+    assert {finding["severity"] for finding in said["findings"]} == {"info"}
     assert "dash_attn.doctor(show=True)" in sound.stderr
     faulty = run_python(*command, CUDA_VISIBLE_DEVICES="", TORCHINDUCTOR_MAX_AUTOTUNE="1")
     assert faulty.returncode == 1
-    first = json.loads(faulty.stdout)[0]
+    first = json.loads(faulty.stdout)["findings"][0]
     assert (first["id"], first["severity"]) == ("max-autotune-variable", "error")
     assert list(first) == ["id", "severity", "scope", "found", "why", "fix", "reference"]
 

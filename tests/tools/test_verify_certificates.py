@@ -83,8 +83,8 @@ def test_bad_input(words: str, said: str, capsys: pytest.CaptureFixture[str]) ->
     ("text", "said"),
     [
         ("no json", "not JSON"),
-        ("[]", "format 1"),
-        ('{"certificate": 99}', "format 1"),
+        ("[]", "must be an object; got list"),
+        ('{"certificate": 99}', "format 99 of certificates; this version of dash-attn reads formats up to 1"),
         ('{"certificate": 1, "device": {"type": "cpu"}, "versions": {"torch": "2.9"}, "cases": []}', "lacks cases"),
         ('{"certificate": 1, "device": {"type": "cpu"}, "versions": {"torch": "2.9"}, "cases": [{"case": {}}]}', "a case lacks guarantees"),
         (

@@ -143,6 +143,7 @@ def test_every_figure_and_schedule_has_a_sentence() -> None:
     shown = {**figures_of(timeline_of(PLAIN)), **figures_of_ranks(simulate_ranks(shared, Cluster(workers=8)))}
     assert set(shown) == set(FIGURES)
     assert set(IDEAS) == {"auto", *GENERATORS}
+    assert "`" not in "".join([*FIGURES.values(), *IDEAS.values()])  # the page shows them as they are
     docs = (Path(__file__).parents[2] / "docs" / "explore.md").read_text()
     missing = [name for name, words in {**FIGURES, **IDEAS}.items() if f"| {words} |" not in docs]
     assert missing == []

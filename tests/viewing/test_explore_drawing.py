@@ -118,6 +118,7 @@ def test_colours_can_be_chosen(page: Page) -> None:
     for _ in range(3):
         page.browser.run('document.getElementById("theme").click()\n1')
         seen.append(page.browser.run("[document.documentElement.dataset.theme, getComputedStyle(document.body).backgroundColor]"))
+        assert page.browser.run("getComputedStyle(document.documentElement).colorScheme") == seen[-1][0]  # of what the browser draws
     assert [theme for theme, _ in seen] == ["light", "dark", "light"]
     assert seen[0][1] != seen[1][1]
 

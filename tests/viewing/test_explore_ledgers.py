@@ -71,6 +71,7 @@ return found
 """.replace("rgb(", "((hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)))(")
     opened(browser, tmp_path, ledgers_answer(runs[0], runs[1]))
     assert "The runs agree" in browser.run('document.getElementById("title").innerText')
+    assert browser.run("document.getElementById('to-first').hidden") is True
     assert browser.run(count) == 0
     opened(browser, tmp_path, ledgers_answer(runs[0], runs[2]))
     assert browser.run(count) > 1000
@@ -91,6 +92,14 @@ def test_it_says_how_large_a_difference_is(browser: Chromium, tmp_path: Path, ru
     assert f"by up to 0.500 ({100 * share:.0f} % of the largest value)" in details(browser)[3]
     address = browser.run("explore.state.charts[0].choose(0, 3)\nawait new Promise((done) => setTimeout(done, 400))\nlocation.href")
     assert "module=&step=3" in address
+    for button in ("[data-key='+']", "#to-first"):
+        browser.run(f'document.querySelector("{button}").click()\n1')
+    seen = "const { chosen, view } = explore.state.charts[0]\n[chosen.step, view.from, view.to]"
+    address = browser.run("await new Promise((done) => setTimeout(done, 400))\nlocation.href")
+    step, start, end = browser.run(seen)
+    assert (step, end - start) == (FLIPPED, pytest.approx(0.6 * 4))
+    browser.reopen(address)
+    assert browser.run(seen) == [step, start, end]
     opened(browser, tmp_path, ledgers_answer(runs[0], runs[2]))
     assert "no such values were kept" in details(browser)[3]
     assert browser.problems == []

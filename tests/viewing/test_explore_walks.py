@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from threading import Event, Thread
 from typing import Any
 
@@ -58,15 +58,6 @@ def wait_until(browser: Chromium, condition: str, seconds: float = 30) -> None:
         time.sleep(0.05)
 
 
-def reopen(browser: Chromium, url: str) -> None:
-    """Another address behind # alone would load nothing."""
-    browser.events.clear()
-    browser.send("Page.navigate", url="about:blank")
-    while "Page.loadEventFired" not in browser.events:
-        browser._note(browser._receive())
-    browser.open(url)
-
-
 def test_nothing_overflows(sized: Page) -> None:
     browser = sized.browser
     long_mask = {"mask": "documents:" + ",".join(["64"] * 16), "seqlen": "1024", "machine": "h200", "schedule": "ascending,auto"}
@@ -88,7 +79,7 @@ def test_the_chart_comes_first_on_a_phone(sized: Page) -> None:
     }
     if sized.browser.run("innerWidth") == PHONE[0]:
         assert top["charts"] < PHONE[1] / 2
-        assert top["charts"] < top["figures"] < top["tiles"] < top["form"]
+        assert top["charts"] < top["tiles"] < top["figures"] < top["form"]
         click(sized.browser, "#to-form")
         wait_until(sized.browser, "Math.abs(document.getElementById('form').getBoundingClientRect().top) < innerHeight / 2")
     else:
@@ -152,6 +143,9 @@ def test_errors_stand_beside_their_field(page: Page) -> None:
         assert 0 <= gap < 40
     page.show(explore.START)
     assert page.browser.run("document.querySelectorAll('#complaint, [aria-invalid]').length") == 0
+    with explore.MEASURING:
+        page.show({"seqlen": "128", "measured": True})
+    assert page.browser.run(beside)[:2] == ["measured", "measured"]
     page.show({"compute": "1e300"})  # of no field alone
     assert "larger unit of time" in page.browser.run("document.getElementById('error').innerText")
 
@@ -160,15 +154,21 @@ def test_a_view_can_be_sent(page: Page) -> None:
     browser = page.browser
     page.show({"mask": "window:3,0", "q-tiles": "12", "kv-tiles": "12", "heads": "2", "workers": "4", "schedule": "weave"})
     browser.run(
-        "explore.state.charts[0].go(17)\nexplore.state.togglePath(true)\nexplore.state.setMoment(7)\nexplore.state.view.show(3, 9)\n1"
+        "explore.state.charts[0].go(17)\nexplore.state.togglePath(true)\nexplore.state.setMoment(7)\nexplore.state.view.show(3, 9)\n"
+        "explore.state.charts[0].lanes.show(0, 3)\nexplore.state.grid.measure('steps')\n1"
     )
     wait_until(browser, "location.hash.includes('from=3&to=9')")
-    seen = "[explore.state.chosen?.item, explore.state.showPath, explore.state.moment, explore.state.view.from, explore.state.view.to]"
+    seen = (
+        "const { chosen, showPath, moment, view, charts, grid } = explore.state\n"
+        "[chosen?.item, showPath, moment, view.from, view.to, charts[0].lanes.to, grid.order]"
+    )
     address, options = browser.run("[location.href, explore.form.options()]")
-    reopen(browser, page.server.url)
-    assert browser.run(seen) == [None, False, None, 0, pytest.approx(1.015 * 135)]  # the control
-    reopen(browser, address)
-    assert browser.run(seen) == [17, True, 7, 3, 9]
+    browser.reopen(page.server.url)
+    assert browser.run(seen) == [None, False, None, 0, pytest.approx(1.015 * 135), 8, "turns"]  # the control
+    browser.reopen(f"{page.server.url}#from=here&to=there&lanes=a:b,c&order=toString&moment=now&chart=9&task=none")
+    assert browser.run(seen) == [None, False, 0, 0, pytest.approx(1.015 * 135), 8, "turns"]
+    browser.reopen(address)
+    assert browser.run(seen) == [17, True, 7, 3, 9, 3, "steps"]
     assert browser.run("explore.form.options()") == options
     page.show({"machine": "elsewhere.json", "q-tiles": "2"})  # of another's page: refused, not left out
     assert "got 'elsewhere.json'" in page.error
@@ -203,6 +203,7 @@ const box = grid.lower.getBoundingClientRect()
 const [x, y, width, height] = grid.boxOf(grid.items.get(6 * 8 + 2))
 return [box.left + x + width / 2, box.top + y + height / 2]
 """
+DRAWN = "explore.state.charts[0].over.getImageData(0, 0, 2000, 1000).data.filter(Boolean).length"
 COLOURS = """
 const { grid } = explore.state
 grid.show(grid.chart, null)
@@ -226,6 +227,10 @@ def test_chart_and_tiles_are_linked(sized: Page) -> None:
     for kind in ("mousePressed", "mouseReleased"):
         browser.mouse(kind, x, y, button="left", clickCount=1)
     assert browser.run("explore.state.chosen.item === explore.state.grid.items.get(50)")
+    drawn = browser.run(DRAWN)
+    browser.mouse("mouseMoved", x, y + 24)  # another one, beside that which is chosen
+    assert browser.run(DRAWN) > drawn
+    assert sized.details.splitlines()[0] == "h0.q6.kv2"
     browser.run("explore.state.grid.lower.focus()\n1")
     for key, title in {
         "ArrowRight": "h0.q6.kv3",
@@ -242,6 +247,13 @@ def test_chart_and_tiles_are_linked(sized: Page) -> None:
     assert np.ptp(empty) < 20  # neither
     browser.press("Escape")
     assert browser.run("explore.state.chosen") is None
+
+
+def test_ranks_have_one_schedule(page: Page) -> None:
+    page.browser.run('explore.form.set({ schedule: "ascending,auto", ranks: "2", seqlen: "1024" })\n1')
+    assert page.browser.run("[explore.form.fields.second.offsetParent, explore.form.options().schedule]") == [None, "ascending"]
+    page.browser.run('explore.form.set({ schedule: "ascending,auto", seqlen: "1024" })\n1')
+    assert page.browser.run("[!explore.form.fields.second.offsetParent, explore.form.options().schedule]") == [False, "ascending,auto"]
 
 
 def test_there_are_no_tiles_of_ranks(page: Page) -> None:
@@ -316,10 +328,35 @@ def test_long_work_ends_with_its_answer(browser: Chromium, slow: Slow) -> None:
     assert browser.run("explore.state.charts[0].run.heads") == 5
 
 
+def test_all_long_work_is_told(page: Page) -> None:
+    """And who ends a measurement leaves it to others."""
+    pytest.importorskip("torch")
+    told: list[tuple[str, int, int]] = []
+
+    def watch(label: str) -> Callable[[int, int], None]:
+        return lambda done, total: told.append((label, done, total))
+
+    options = {"seqlen": "128", "schedule": "ascending,auto", "measured": True, "device": "cpu", "threads": "1"}
+    runs = explore.answer(options, watch=watch)["runs"]
+    measuring = [(f"measuring {name}", done, 9) for name in ("ascending", "auto") for done in range(9)]
+    assert told == [*measuring, ("preparing the charts", 0, 2), ("preparing the charts", 1, 2)]
+    assert all(dict(run["figures"])["makespan"].endswith(" us") for run in runs)
+    told.clear()
+    explore.answer(explore.START, watch=watch)
+    assert list(dict.fromkeys(label for label, _, _ in told)) == ["simulating ascending", "simulating alternating", "preparing the charts"]
+
+    def leave(done: int, total: int) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        explore.answer(options, watch=lambda label: leave)
+    assert not explore.MEASURING.locked()
+
+
 def test_one_page_at_a_time_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     options = {"seqlen": "128", "measured": True, "device": "cpu", "threads": "1"}
-    with explore.MEASURING, pytest.raises(ValueError, match="another page measures"):
+    with explore.MEASURING, pytest.raises(ValueError, match="another measurement is running"):
         explore.answer(options)
     assert len(explore.answer(options)["runs"]) == 2
     assert not explore.MEASURING.locked()

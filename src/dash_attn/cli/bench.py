@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..formats import RESULTS
 from ..tools.bench.shape import HOST_SUITE, PASSES, SUITES, Shape, choose
 from .device import GPU_BACKENDS, gpu_trouble
 from .files import check_folder
@@ -80,13 +81,12 @@ def begin(arguments: argparse.Namespace, kind: str = "") -> tuple[Path, Results]
     """The file of results, and results without rows."""
     check_folder("--output", arguments.output)
     require_gpu(arguments.backend)
-    from ..tools.bench.report import FORMAT
     from ..tools.machine import gpu_environment, short_name
 
     where = gpu_environment(arguments.backend)
     backend = "" if arguments.backend == "auto" else f"-{arguments.backend}"
     path = arguments.output / f"{short_name(where['gpu'])}-{arguments.suite}{backend}{kind}.json"
-    return path, {"format": FORMAT, "suite": arguments.suite, "repeats": arguments.repeats, "environment": where, "rows": []}
+    return path, {**RESULTS.mark, "suite": arguments.suite, "repeats": arguments.repeats, "environment": where, "rows": []}
 
 
 def measure_suite(results: Results, path: Path, shapes: Sequence[Shape], kernels: Sequence[Candidate], scale: Scale | None = None) -> None:

@@ -4,6 +4,7 @@ import argparse
 from dataclasses import asdict, replace
 from typing import NamedTuple
 
+from ..formats import PLANS
 from ..scheduling.generators import generate
 from ..scheduling.problem import Problem
 from ..scheduling.ranks.sharding import Sharding
@@ -74,6 +75,7 @@ class PlannedRanks(NamedTuple):
 
     def _value(self, peers: list[PeerEstimate]) -> dict[str, object]:
         return {
+            **PLANS.mark,
             **{name: getattr(self.arguments, name) for name in ("ranks", "sharding")},
             "schedule": self.shared.schedule.name,
             "mask": self.arguments.mask,

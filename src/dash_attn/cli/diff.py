@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ..formats import COMPARISONS
 from .parser import whole
 from .table import aligned
 
@@ -58,13 +59,14 @@ def run(arguments: argparse.Namespace) -> int:
 def print_error(message: str) -> int:
     """As JSON. The exit code."""
     code = CODES["error"][0]
-    print(json.dumps({"verdict": "error", "exit_code": code, "agree": False, "error": message}, indent=2))
+    print(json.dumps({**COMPARISONS.mark, "verdict": "error", "exit_code": code, "agree": False, "error": message}, indent=2))
     return code
 
 
 def as_json(found: Comparison) -> dict[str, Any]:
     kept = ("lacking", "taken_as_partial", "steps", "steps_that_differ", "tensors", "ranks", "stopped", "notes")
     return {
+        **COMPARISONS.mark,
         "verdict": found.verdict,
         "exit_code": CODES[found.verdict][0],
         "agree": found.agree,

@@ -20,7 +20,7 @@ OWN_PROCESS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = OWN_PROCESS
-    parser.add_argument("--json", action="store_true", help="print the findings as a JSON list")
+    parser.add_argument("--json", action="store_true", help="print versions, backend and findings as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     process = Snapshot(gpu=current_gpu())
     findings = remarks_for_flags(examine(process))
     if arguments.json:
-        print(to_json(findings))
+        print(to_json(process, findings))
         print(OWN_PROCESS, file=sys.stderr)
     else:
         print_findings(findings)

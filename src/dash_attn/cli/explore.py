@@ -22,8 +22,8 @@ from .arguments import add_question, flag_of, read_machine, read_problem, read_s
 from .cluster import plan_ranks
 from .files import check_files, write_text
 from .parser import Parser, whole
-from .plan import plan
-from .table import watched_by
+from .plan import PlannedRun, plan
+from .table import progress_bar, watched_by
 
 HELP = "look at schedules, or at where two runs part, on a local page"
 TEXT = (
@@ -170,7 +170,7 @@ def answer(options: Options, machine: str | None = None, watch: Watch | None = N
 def _alone(measures: bool) -> Iterator[None]:
     """Of all pages at most one measures. The others are told so, and go on."""
     if measures and not MEASURING.acquire(blocking=False):
-        raise ValueError("another page measures at this moment; ask again when it has ended")
+        raise ValueError("another measurement is running; ask again when it has ended")
     try:
         yield
     finally:
@@ -201,17 +201,27 @@ def _one_rank(arguments: argparse.Namespace) -> dict[str, Any]:
     if not planned.runs:
         raise ScheduleError("\n".join(why for _, why in planned.refused))
     runs = []
-    for name, timeline, measured in planned.runs:
-        model = simulated(timeline, name)
-        if measured is None:
-            runs.append(model)
-        else:
-            runs.append({**model, "name": f"{model['name']}, simulated", "unit": measured.time_label})
-            runs.append(recorded(timeline.schedule, measured))
+    with progress_bar("preparing the charts", planned.problem.tasks) as progress:
+        for number, run in enumerate(planned.runs):
+            if progress is not None:
+                progress(number, len(planned.runs))
+            runs += _charts_of(run)
     title, device = planned.title, planned.device
     if device is not None:
         title = [title[0], f"{title[1]} (constants read off these runs, unless given)", f"measured on {device.name} ({device.backend})"]
     return {"title": title, "refused": planned.refused, "runs": runs}
+
+
+def _charts_of(run: PlannedRun) -> list[dict[str, Any]]:
+    """What was measured stands below what was simulated, both in microseconds."""
+    name, timeline, measured = run
+    model = simulated(timeline, name)
+    if measured is None:
+        return [model]
+    times = {"makespan": timeline.makespan, "lower bound": timeline.lower_bound}
+    figures = [[figure, f"{times[figure]:,.1f} us" if figure in times else value] for figure, value in model["figures"]]
+    model |= {"name": f"{model['name']}, simulated", "unit": measured.time_label, "figures": figures}
+    return [model, recorded(timeline.schedule, measured)]
 
 
 def ledgers_answer(a: str | Path, b: str | Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ScheduleError
+from ..formats import PLANS
 from ..scheduling.generators import choice_of_auto, generate
 from ..scheduling.problem import Problem
 from ..scheduling.schedule import Schedule
@@ -187,7 +188,10 @@ def _measure_all(names: list[str], arguments: argparse.Namespace, device: Device
     from ..tools.calibrate.measured import make_call
 
     schedules, refused = _generate_all(names, problem, device.workers)
-    records = [device.record(*make_call(problem, arguments.head_dim, device, name)) for name, _ in schedules]
+    records = []
+    for name, _ in schedules:
+        with progress_bar(f"measuring {name}", problem.tasks) as progress:
+            records.append(device.record(*make_call(problem, arguments.head_dim, device, name), progress))
     given = arguments.machine is not None or any(getattr(arguments, name) is not None for name in COSTS)
     recorded = [(name, schedule, spans) for (name, schedule), spans in zip(schedules, records, strict=True)]
     # As given or calibrated; else read off these very runs.
@@ -224,7 +228,8 @@ def _values(planned: Planned) -> list[dict[str, Any]]:
     sizes = {"mask": planned.mask, "q_tiles": problem.q_tiles, "kv_tiles": problem.kv_tiles, "heads": problem.heads}
     names = ("makespan", "lower_bound", "gap", "utilization", "stalled")
     return [
-        {"asked": run.name, "schedule": run.timeline.schedule.name, **sizes, "workers": planned.workers, "tasks": problem.tasks}
+        PLANS.mark
+        | {"asked": run.name, "schedule": run.timeline.schedule.name, **sizes, "workers": planned.workers, "tasks": problem.tasks}
         | {key: int(value) if float(value := getattr(run.timeline, key)).is_integer() else value for key in names}
         | ({} if run.measured is None else {"measured": run.measured.makespan})
         for run in planned.runs

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ..backends.hopper.driver.compile import cache_folder
+from ..formats import PROBES
 
-VERSION = 1  # of the probe: another one proves again
 DRIVER = Path("/proc/driver/nvidia/version")
 LIBRARIES = Path("/proc/self/maps")
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE")
@@ -57,11 +57,11 @@ def record_of(device: torch.device) -> Record:
 
 
 def surroundings(device: torch.device) -> dict[str, Any]:
-    """All that may choose other kernels."""
-    found: dict[str, Any] = {"probe": VERSION, "torch": torch.__version__, "cuda": torch.version.cuda, "device": device.type}
+    """All that may choose other kernels. The version of the probe is one of them, so another one proves again."""
+    found: dict[str, Any] = {**PROBES.mark, "torch": torch.__version__, "cuda": torch.version.cuda, "device": device.type}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found |= {"gpu": properties.name, "sms": properties.multi_processor_count, "cublas": cublas_version(), "driver": _driver()}
+        found |= {"gpu": properties.name, "sms": properties.multi_processor_count, "cublas": cublas_version(), "driver": driver_version()}
         found |= {name: os.environ.get(name) for name in VARIABLES}
     return found
 
@@ -79,7 +79,8 @@ def cublas_version() -> int | None:
     return int(version())
 
 
-def _driver() -> str | None:
+def driver_version() -> str | None:
+    """Of NVIDIA's driver, without asking it."""
     try:
         found = re.search(r"\d+\.\d+(\.\d+)?", DRIVER.read_text())
     except OSError:
@@ -88,12 +89,14 @@ def _driver() -> str | None:
 
 
 def records() -> list[dict[str, Any]]:
-    """All on this disk, for `dash-attn doctor` and certificates. CUDA is not initialised for it."""
+    """All of this version on this disk, for `dash-attn doctor` and certificates. CUDA is not initialised for it."""
     found = []
     for path in sorted(cache_folder().glob("invariance-*.json")):
         try:
-            found.append(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError):
+            read = json.loads(path.read_text(encoding="utf-8"))
+            if read["surroundings"][PROBES.field] == PROBES.newest:
+                found.append(read)
+        except (OSError, ValueError, KeyError, TypeError):
             continue
     return found
 

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from ..errors import LedgerError
+from ..formats import LEDGERS
 
 if TYPE_CHECKING:  # ledgers are read and compared without PyTorch
     import torch
     from torch import Tensor
 
-VERSION = 1
-MARK = b"DASHLDG" + bytes([VERSION])
+MARK = b"DASHLDG" + bytes([LEDGERS.newest])
 PREFIX = struct.Struct("<cI")  # kind, bytes of the payload
 CHECKSUMS = struct.Struct("<II")  # CRC-32 of the prefix, which tells a damaged length from a file that was cut off, and of the payload
 FRAME_BYTES = PREFIX.size + CHECKSUMS.size
@@ -105,7 +105,7 @@ def _check_mark(path: Path, data: bytes) -> None:
     if MARK.startswith(data):
         raise LedgerError(f"{path} is cut off after {len(data)} bytes, before its first record")
     if data.startswith(MARK[:-1]):
-        raise LedgerError(f"{path} has format {data[len(MARK) - 1]} of ledgers; this version of dash-attn reads format {VERSION}")
+        raise LedgerError(LEDGERS.unknown(data[len(MARK) - 1], str(path)))
     raise LedgerError(f"{path} is not a ledger: it begins with {data!r}, a ledger with {MARK!r}")
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ScheduleError
+from ..formats import SCHEDULES
 from .json_fields import as_lists, as_whole, as_wholes, load_json, read_fields
 from .order import RUN_TO_RUN, HeadOrder, Ints, Order, frozen_ints, reported
 from .problem import Problem, whole_number
@@ -241,7 +242,7 @@ class Schedule:
     def _json(self) -> str:
         """Kept: a call that is given a schedule looks itself up by this text."""
         placement = vars(self.placement) | {"starts": [start.tolist() for start in self.placement.starts]}
-        value = {"problem": self.problem.to_json(), "order": self.order.to_json(), "placement": placement}
+        value = {**SCHEDULES.mark, "problem": self.problem.to_json(), "order": self.order.to_json(), "placement": placement}
         return json.dumps(value, indent=1)
 
     @classmethod
@@ -251,7 +252,9 @@ class Schedule:
         Claims are not believed: the guarantees are those of the generator that it names, if that gives this very order, else
         that every run has the same bits.
         """
-        value = read_fields(load_json(text, "a schedule"), "the JSON of a schedule", ("problem", "order", "placement"))
+        value, what = load_json(text, "a schedule"), "the JSON of a schedule"
+        SCHEDULES.check(value, what)
+        read_fields(value, what, ("problem", "order", "placement"), (SCHEDULES.field,))
         problem, order = Problem.from_json(value["problem"]), Order.from_json(value["order"])
         placement = _read_placement(value["placement"])
         _check_size(problem, order)

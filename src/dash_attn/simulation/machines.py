@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import did_you_mean
+from ..formats import MACHINES
 from ..scheduling.json_fields import as_number, as_object, as_text, as_whole, as_wholes, read_fields, read_json_file, shortened
 from ..scheduling.problem import Problem, whole_number
 from .simulate import Machine
 
-FORMAT = 1
 UNIT = "us"
 
 # By head dim. A task is a tile of 64 queries (head dim 128) or 128 queries (head dim 64) by 128 keys.
@@ -55,15 +55,16 @@ class Calibrated:
 
     def to_json(self) -> dict[str, Any]:
         dims = {str(dim): {**asdict(machine), "tiles": list(self.tiles[dim])} for dim, machine in self.constants.items()}
-        return {"machine": FORMAT, "name": self.name, "backend": self.backend, "unit": UNIT, "workers": self.workers, "head_dims": dims}
+        about = {"name": self.name, "backend": self.backend, "unit": UNIT, "workers": self.workers}
+        return {**MACHINES.mark, **about, "head_dims": dims}
 
     @classmethod
     def from_json(cls, value: Any) -> Calibrated:
         """Raises ValueError for whatever is wrong with it."""
         found = as_object(value, "the constants of a machine")
-        if (found.get("machine"), found.get("unit")) != (FORMAT, UNIT):
-            got = f"machine {shortened(found.get('machine'))} and unit {shortened(found.get('unit'))}"
-            raise ValueError(f"it must have machine {FORMAT} and unit {UNIT!r}; got {got}")
+        MACHINES.check(found, "it")
+        if found.get("unit") != UNIT:
+            raise ValueError(f"its times are in {shortened(found.get('unit'))}; expected {UNIT}")
         names = ("machine", "name", "backend", "unit", "workers", "head_dims")
         read = read_fields(found, "the constants of a machine", names, ("measured",))  # `measured`: what they were fitted to
         entries = as_object(read["head_dims"], "head_dims")

@@ -12,10 +12,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from ..backends.gpus import HOPPER
 SMI_FIELDS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
 VARIABLES = ("CUBLAS", "CUDA", "CUDNN", "DASH_ATTN", "MKL", "NCCL", "NVIDIA", "OMP", "PYTHONHASHSEED", "PYTORCH", "TORCH", "TRITON")
 LAUNCHER = "TORCHELASTIC"  # torchrun's own: names of its files and of the run
+INSTALLED = ("numpy", "transformers", "triton", "cuda-bindings")
 PACKAGES = ("numpy", "transformers", "accelerate", "triton", "lightning", "deepspeed", "flash_attn")
 START_ENVIRONMENT = Path("/proc/self/environ")  # Linux keeps what a process was started with
 
@@ -135,6 +137,18 @@ def _output(command: list[str], folder: Path | None = None, seconds: float = 20)
 
 def _versions() -> dict[str, str | None]:
     return {"python": platform.python_version(), "dash_attn": __version__, "torch": str(torch.__version__), "cuda": torch.version.cuda}
+
+
+def installed_versions() -> dict[str, str]:
+    """What this environment has, by the names that files have for it. Of libraries, NVRTC alone is loaded for it."""
+    from ..backends.hopper.driver.compile import compiler_at_hand, shipped_compiler
+    from ..invariance.record import driver_version
+
+    found = {**_versions(), "driver": driver_version(), "nvrtc": compiler_at_hand(), "packed_nvrtc": shipped_compiler()}
+    for name in INSTALLED:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return {name: found[name] or "" for name in found if found[name]}
 
 
 def is_distributed() -> bool:

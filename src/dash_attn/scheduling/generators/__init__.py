@@ -53,7 +53,7 @@ IDEAS: dict[str, str] = {
     "descending": "Every chain walks down from the last Q tile, and turns follow the KV tiles (DASH).",
     "spt": "The shortest chains start first and get the first turns, as in FlashAttention-3.",
     "shift": "Chain i of a block starts at its own Q tile and wraps around (DASH). For full masks; blocks depend on the number of workers.",
-    "shift_blocks": "Like `shift`, in blocks of at most 16 chains, whatever the number of workers. For full masks.",
+    "shift_blocks": "Like shift, in blocks of at most 16 chains, whatever the number of workers. For full masks.",
     "symmetric_shift": "KV tile i runs with its mirror image, and all such pairs are equally long (DASH). For causal masks.",
     "alternating": "Even heads walk up; odd heads do the same in reverse time.",
     "arrival": "Turns are fixed in the order in which a simulated unordered run adds.",

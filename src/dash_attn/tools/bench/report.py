@@ -10,7 +10,6 @@ from typing import Any
 from .candidates import CUDNN, EQUAL_HEADS, OURS, UNORDERED, is_ours
 from .shape import PASSES, Shape
 
-FORMAT = 1
 Results = dict[str, Any]
 Row = dict[str, Any]
 Cells = list[list[str]]

@@ -34,7 +34,7 @@ class Device(NamedTuple):
     tiles: dict[int, tuple[int, int]]  # by head dim
     dtype: torch.dtype
     device: str
-    record: Callable[[Call, Grads], TaskTimes]  # when every task ran
+    record: Callable[[Call, Grads, Progress | None], TaskTimes]  # when every task ran
     time: Callable[[Call, Grads], float] | None = None  # microseconds of the kernel alone; None: as recorded
     free: tuple[str, ...] = ()  # constants that are fitted to the times; the others are read off the records
 
@@ -45,12 +45,16 @@ def cpu_device(workers: int | None = None) -> Device:
 
     count = max(2, os.cpu_count() or 2) if workers is None else whole_number("workers", workers)
 
-    def record(call: Call, grads: Grads) -> TaskTimes:
+    def record(call: Call, grads: Grads, progress: Progress | None) -> TaskTimes:
         from ...backends.cpu import forward
         from ...backends.cpu.recorder import record_backward
 
         saved = forward(call)
-        runs = (record_backward(call, saved, grads, count) for _ in range(CPU_RUNS))
+        runs = []
+        for number in range(CPU_RUNS):
+            if progress is not None:
+                progress(number, CPU_RUNS)
+            runs.append(record_backward(call, saved, grads, count))
         return min(runs, key=lambda spans: spans.makespan)  # whatever else runs here only adds time
 
     tiles = dict.fromkeys(CPU_HEAD_DIMS, (TILE_Q, TILE_KV))
@@ -74,7 +78,7 @@ def hopper_device() -> Device:
     return Device(name, "hopper", workers, tiles, torch.bfloat16, "cuda", _record, kernel_time, free)
 
 
-def _record(call: Call, grads: Grads) -> TaskTimes:
+def _record(call: Call, grads: Grads, progress: Progress | None) -> TaskTimes:
     from ...backends.hopper import forward
     from ...backends.hopper.calls.recorder import record_backward
 
@@ -133,7 +137,7 @@ def calibrate(device: Device, head_dim: int, sweep: Sweep, progress: Progress | 
         schedule = generate(name, problem, device.workers)
         call, grads = make_call(problem, head_dim, device, name)
         if device.time is None or name == RECORDED:
-            runs.append((schedule, device.record(call, grads)))
+            runs.append((schedule, device.record(call, grads, None)))
         measured = runs[-1][1].makespan if device.time is None else device.time(call, grads)
         observations.append(Observation(schedule, measured))
     found, rows = fit(observations, estimate(runs), device.free), []

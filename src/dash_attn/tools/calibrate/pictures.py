@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ...formats import MACHINES, PREDICTIONS
 from ...scheduling.json_fields import as_list, as_number, as_text, as_whole, read_json_file
 from ...viewing import style as plot_style
 from ...viewing.style import INK
@@ -67,6 +68,7 @@ def read(path: Path) -> dict[str, Any]:
     """`gpu` and `rows` of either kind of file."""
     found = read_json_file(path, "file of predictions")
     try:
+        (MACHINES if MACHINES.field in found else PREDICTIONS).check(found, "it")
         rows = as_list(found["rows"] if "rows" in found else found["measured"], "rows")
         gpu = as_text(found["environment"]["gpu"] if "environment" in found else found["name"], "the name of the machine")
         if not rows:

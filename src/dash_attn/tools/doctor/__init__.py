@@ -5,8 +5,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from ..machine import Snapshot
-from .checks import CHECKS, SEVERITIES, Finding, look
+from ...formats import DIAGNOSES
+from ..machine import Snapshot, installed_versions
+from .checks import CHECKS, SEVERITIES, Finding, backend_of, look
 
 __all__ = ["CHECKS", "Finding", "Snapshot", "doctor", "examine", "print_findings", "to_json"]
 
@@ -28,8 +29,11 @@ def examine(process: Snapshot) -> list[Finding]:
     return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
-def to_json(findings: Sequence[Finding]) -> str:
-    return json.dumps([asdict(finding) for finding in findings], indent=2)
+def to_json(process: Snapshot, findings: Sequence[Finding]) -> str:
+    """What a report of a fault needs."""
+    gpu = None if process.gpu is None else process.gpu.name
+    about = {"versions": installed_versions(), "gpu": gpu, "backend": backend_of(process)}
+    return json.dumps({**DIAGNOSES.mark, **about, "findings": [asdict(finding) for finding in findings]}, indent=2)
 
 
 def print_findings(findings: Sequence[Finding]) -> None:

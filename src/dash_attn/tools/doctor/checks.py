@@ -80,16 +80,23 @@ def _in_words(gpu: Gpu) -> str:
     return f"{gpu.name} is an AMD GPU" if gpu.amd else f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}"
 
 
+def backend_of(process: Snapshot) -> str:
+    """Which backend a call with `backend="auto"` gets on the GPU, and `cpu` where none serves it."""
+    if process.gpu is None or process.gpu.capability < OLDEST:
+        return "cpu"
+    return "hopper" if process.gpu.is_hopper else "triton"
+
+
 def backend_in_words(process: Snapshot) -> str:
-    """Which backend a call with `backend="auto"` gets here, and why."""
+    """The same, and why."""
     if not process.cuda:
         return "backend cpu: PyTorch finds no GPU"
     if process.gpu is None:
         return "backend: CUDA is not initialised, so the GPU was not asked"
     if process.gpu.capability < OLDEST:
         return f"backend cpu only: {_in_words(process.gpu)}, and backend triton needs 8.0 or later"
-    chosen = "hopper" if process.gpu.is_hopper else "triton"
-    return f"backend {chosen} for CUDA tensors: {_in_words(process.gpu)} (hopper is for NVIDIA's 9.0, triton for the others from 8.0 on)"
+    why = f"{_in_words(process.gpu)} (hopper is for NVIDIA's 9.0, triton for the others from 8.0 on)"
+    return f"backend {backend_of(process)} for CUDA tensors: {why}"
 
 
 # What each check says, as it is printed, with braces for what was seen.

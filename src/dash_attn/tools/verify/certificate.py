@@ -11,6 +11,7 @@ import torch
 
 from ...backends import resolve
 from ...call.kv_cache import DECODE_EQUALS_TRAINING
+from ...formats import CERTIFICATES
 from ...invariance.record import records
 from ...scheduling.engine import Progress
 from ...scheduling.json_fields import read_json_file, shortened
@@ -20,7 +21,6 @@ from .guarantees import CaseTest, Status, comparisons, worst
 from .surroundings import fresh_results
 from .ways import check_ranks
 
-FORMAT = 1
 COMPARED: dict[str, type] = {"case": dict, "guarantees": list, "explain": dict, "inputs_sha256": str, "sha256": dict}  # of each case
 PARTS: dict[type, str] = {dict: "an object", list: "a list", str: "text"}
 DECIDES_BITS = ("backend", "schedule", "order_hash", "backward_tiles", "forward_tiles", "kernels")
@@ -53,7 +53,7 @@ def verify(
         for number, case in enumerate(cases)
     ]
     return {
-        "certificate": FORMAT,
+        **CERTIFICATES.mark,
         "status": worst(_statuses(entries)),
         "scope": f"{SCOPE}{SCOPE_OF_RANKS if ranks else ''}",
         "runs": runs,
@@ -78,9 +78,8 @@ def _entry(test: CaseTest, fresh: dict[str, Results]) -> dict[str, Any]:
 
 def read(path: Path) -> Certificate:
     """A certificate from a file, complete enough to be compared with."""
-    found = read_json_file(path, "certificate")
-    if not isinstance(found, dict) or found.get("certificate") != FORMAT:
-        raise ValueError(f"{path} is not a certificate of format {FORMAT}, as `dash-attn verify --output` writes it")
+    found: Certificate = read_json_file(path, "certificate")
+    CERTIFICATES.check(found, str(path))
     try:
         _check_parts(found, "it", {"device": dict, "versions": dict, "cases": list})
         for entry in found["cases"]:

@@ -1,6 +1,6 @@
 // The address behind #: what was asked, and what of it is in sight. So a view can be sent, and Back returns to the one before.
 
-const VIEW = ["chart", "task", "from", "to", "path", "moment", "module", "step"];
+const VIEW = ["chart", "task", "from", "to", "lanes", "order", "path", "moment", "module", "step"];
 const PAUSE = 250; // milliseconds without a change until the address follows
 
 /** What the address says: options for the server, and of the view. */

@@ -10,11 +10,22 @@ class Stretch {
     return this.to - this.from;
   }
 
+  /** Whether not all is in sight. Drags round. */
+  get zoomed() {
+    return this.span < this.whole * (1 - 1e-9);
+  }
+
+  /** For the address. */
+  inSight() {
+    return this.zoomed ? { from: this.from, to: this.to } : {};
+  }
+
   has(from, to = from) {
     return from >= this.from && to <= this.to;
   }
 
   show(from, to) {
+    if (Number.isNaN(from + to)) return; // an address can say anything
     const span = this.inLimits(to - from);
     this.from = Math.min(this.whole - span, Math.max(0, from));
     this.to = this.from + span;

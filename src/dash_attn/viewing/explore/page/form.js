@@ -71,10 +71,11 @@ class Form {
     if (runs || shared) this.countTokens();
     const tokens = lengths.value === "tokens";
     const own = !machine.value && !runs;
+    second.closest("label").hidden = shared; // ranks have one schedule
     const shown = { lengths: !runs && !shared, tiles: !tokens, tokens, "tile-sizes": tokens && !runs, workers: !runs, own, "head-dim": machine.value || runs || shared, measured: runs };
     for (const part of this.form.querySelectorAll("[data-when]")) part.hidden = !shown[part.dataset.when];
     machine.options[0].textContent = runs ? "read off the run" : "as given below";
-    const names = [...new Set([schedule.value, second.value])].filter(Boolean);
+    const names = [...new Set([schedule.value, shared ? "" : second.value])].filter(Boolean);
     byId("schedule-words").replaceChildren(...names.map((name) => element("p", {}, element("b", {}, name), `: ${this.start.schedules[name]}`)));
   }
 
@@ -112,7 +113,7 @@ class Form {
   async busy(path, show) {
     this.stop?.abort();
     const stop = (this.stop = new AbortController());
-    const [began, progress] = [performance.now(), { doing: "working" }];
+    const [began, progress] = [performance.now(), { doing: this.fields.measured.checked ? "measuring" : "working" }];
     const timer = setInterval(() => this.showProgress(performance.now() - began, progress), 250);
     this.complain("");
     this.form.setAttribute("aria-busy", "true");
@@ -150,13 +151,14 @@ class Form {
     for (const [name, value] of [["aria-invalid", "true"], ["aria-describedby", "complaint"]]) field.setAttribute(name, value);
     field.closest("label").after(element("p", { id: "complaint", class: "error", role: "alert" }, this.inWords(message, field.name)));
     field.focus();
+    byId("complaint").scrollIntoView({ block: "nearest" });
   }
 
   /** The field that a message is about: what it says is missing, the first that it names, or the one it begins with. Null if it shows none. */
   blamed(message) {
     const [missing, flag, begins] = [/needs --([a-z-]+)/, /--([a-z-]+)/, FIRST_WORD].map((pattern) => message.match(pattern)?.[1]);
     const lengths = this.fields.lengths.value === "tokens" ? "seqlen" : "q-tiles";
-    const about = { ranks: /sharding/, "head-dim": /head dim/, mask: /mask|document|window|prefix/, [lengths]: /tile|task|token/, schedule: /schedule/ };
+    const about = { measured: /measurement/, ranks: /sharding/, "head-dim": /head dim/, mask: /mask|document|window|prefix/, [lengths]: /tile|task|token/, schedule: /schedule/ };
     const served = ["schedule", "second"].filter((name) => this.fields[name].value === begins);
     const guessed = Object.keys(about).filter((name) => about[name].test(message));
     const found = [missing, flag, begins?.replace("_", "-"), ...served, ...guessed].map((name) => this.fields[name]);

@@ -19,8 +19,14 @@ class TileGrid extends CanvasChart {
     this.listen({
       pointermove: (event) => this.chart?.hover(this.itemAt(...this.pointOf(event))),
       pointerleave: () => this.chart?.hover(null),
-      click: () => this.marked !== null && this.chart.go(this.marked),
+      click: (event) => this.clicked(event),
     });
+  }
+
+  /** A finger taps without having moved there before. */
+  clicked(event) {
+    const item = this.chart && this.itemAt(...this.pointOf(event));
+    if (item !== null) this.chart.go(item);
   }
 
   /** Of the head of a task, which is marked; null: as it was, with no mark. */
@@ -47,6 +53,7 @@ class TileGrid extends CanvasChart {
   }
 
   measure(order = this.order) {
+    if (order !== this.order) address.soon();
     this.order = order;
     if (!this.chart || this.figure.hidden || !this.figure.isConnected) return;
     const { q_tiles: rows, kv_tiles: columns } = this.chart.run;

@@ -87,7 +87,7 @@ const LEDGER_KEYS = [
 class LedgerChart extends CanvasChart {
   constructor(tree) {
     const summary = `${tree.verdict} ${tree.modules.length} modules, ${tree.steps.length} steps.`;
-    super(new Stretch(tree.steps.length, 2, () => this.draw()), "chart of modules over steps", summary);
+    super(new Stretch(tree.steps.length, 2, () => this.drawSoon()), "chart of modules over steps", summary);
     this.tree = tree;
     this.chosen = this.placeOfFirst() ?? { module: 0, step: 0 };
     this.figure = element("figure", {}, this.stack);
@@ -110,7 +110,8 @@ class LedgerChart extends CanvasChart {
   measure() {
     this.rows = this.tree.shownModules();
     this.fit((this.rows.length + 2) * ROW, 300);
-    this.plot = { left: TREE_WIDTH, width: this.width - TREE_WIDTH - 10 };
+    const left = Math.min(TREE_WIDTH, 0.4 * this.width);
+    this.plot = { left, width: this.width - left - 10 };
   }
 
   draw() {
@@ -118,10 +119,12 @@ class LedgerChart extends CanvasChart {
     this.clear(context);
     this.rows.forEach((module, row) => this.drawRow(module, row * ROW));
     this.drawAxis();
-    [context.strokeStyle, context.lineWidth] = [theme.chosen, 2];
     const row = this.rows.indexOf(chosen.module);
     const [left, right] = this.insidePlot(this.x(chosen.step), this.x(chosen.step + 1));
-    if (row >= 0 && right > left) context.strokeRect(left, row * ROW + 1, Math.max(2, right - left), ROW - 2);
+    for (const [colour, width] of row >= 0 && right > left ? [[theme.paper, 5], [theme.chosen, 2]] : []) {
+      [context.strokeStyle, context.lineWidth] = [colour, width];
+      context.strokeRect(left, row * ROW + 1, Math.max(2, right - left), ROW - 2);
+    }
   }
 
   insidePlot(left, right) {
@@ -134,7 +137,7 @@ class LedgerChart extends CanvasChart {
     context.fillStyle = theme.ink;
     [context.font, context.textAlign, context.textBaseline] = ["12px ui-monospace, monospace", "left", "middle"];
     if (tree.children[module]) context.fillText(tree.open.has(module) ? "\u25be" : "\u25b8", indent - 8, top + ROW / 2);
-    context.fillText(tree.shortName(module), indent + 4, top + ROW / 2, TREE_WIDTH - indent - 10);
+    context.fillText(tree.shortName(module), indent + 4, top + ROW / 2, this.plot.left - indent - 10);
     for (const [first, end, left, width] of this.columns()) {
       const parts = end - first === 1 && width >= LEAST_PARTS ? [...tree.directions.keys()].map((direction) => [direction]) : [undefined];
       const share = (width - (width >= 3 ? 1 : 0)) / parts.length;
@@ -210,16 +213,22 @@ class LedgerChart extends CanvasChart {
     byId("spoken").textContent = `${this.tree.name(module)}, step ${this.tree.steps[at]}: ${words}`;
   }
 
+  drawSoon() {
+    address.soon();
+    this.draw();
+  }
+
   zoom(factor) {
     this.view.zoom(factor, this.chosen.step + 0.5);
   }
 
   /** For the address. */
   inSight() {
-    return { module: this.tree.modules[this.chosen.module], step: this.tree.steps[this.chosen.step] };
+    return { ...this.view.inSight(), module: this.tree.modules[this.chosen.module], step: this.tree.steps[this.chosen.step] };
   }
 
-  bringInSight({ module, step }) {
+  bringInSight({ module, step, from, to }) {
+    this.view.show(Number(from ?? 0), Number(to ?? this.view.whole));
     const [there, at] = [this.tree.number.get(module), this.tree.steps.indexOf(Number(step))];
     if (there === undefined || step === undefined || at < 0) return this.choose(this.chosen.module, this.chosen.step);
     for (let place = this.tree.parent[there]; place >= 0; place = this.tree.parent[place]) this.tree.open.add(place);
@@ -268,7 +277,9 @@ function showModule(tree, { module, step }) {
 /** Everything of the page that is about two runs. */
 function showLedgers(answer, view) {
   const chart = new LedgerChart(new ModuleTree(answer));
-  for (const id of ["tools", "path", "at-moment", "words"]) byId(id).hidden = true;
+  byId("layout").classList.remove("empty");
+  for (const id of ["along", "moment", "path", "at-moment", "words"]) byId(id).hidden = true;
+  byId("to-first").hidden = !answer.comparison.first;
   byId("title").replaceChildren(element("p", {}, answer.verdict), ...answer.title.map((line) => element("p", {}, line)));
   byId("figures").replaceChildren(listOf(answer.rows));
   byId("refused").textContent = answer.comparison.notes.map((note) => `Note: ${note}.`).join(" ");

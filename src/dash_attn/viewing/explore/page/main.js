@@ -103,21 +103,26 @@ const state = {
 
   /** For the address: what differs from what is shown at first. */
   inSight() {
-    const { view, chosen, moment } = this;
-    const found = view.span < view.whole ? { from: view.from, to: view.to } : {};
-    if (chosen) Object.assign(found, { chart: this.charts.indexOf(chosen.chart), task: chosen.chart.run.title(chosen.item) });
+    const { view, chosen, moment, charts, grid } = this;
+    const found = view.inSight();
+    if (charts.some(({ lanes }) => lanes.zoomed)) found.lanes = charts.map(({ lanes }) => `${lanes.from}:${lanes.to}`).join();
+    if (grid.order !== "turns") found.order = grid.order;
+    if (chosen) Object.assign(found, { chart: charts.indexOf(chosen.chart), task: chosen.chart.run.title(chosen.item) });
     if (this.showPath) found.path = "shown";
     return moment === null ? found : { ...found, moment };
   },
 
-  bringInSight({ chart = 0, task, from, to, path, moment }) {
+  bringInSight({ chart = 0, task, from, to, lanes = "", order = "turns", path, moment }) {
     const shown = this.charts[chart];
     const item = shown && task ? shown.run.itemNamed(task) : -1;
     if (item >= 0) shown.go(item);
     else this.choose(this.charts[0], null);
     this.view.show(Number(from ?? 0), Number(to ?? this.view.whole));
+    const ranges = lanes.split(",").map((range) => range.split(":").map(Number));
+    this.charts.forEach((each, place) => each.lanes.show(...(ranges[place]?.length === 2 ? ranges[place] : [0, each.lanes.whole])));
+    if (Object.hasOwn(ORDERS, order)) this.grid.measure(order);
     this.togglePath(path !== undefined);
-    if (moment !== undefined) this.setMoment(Number(moment));
+    if (moment !== undefined) this.setMoment(Number(moment) || 0);
   },
 };
 
@@ -134,6 +139,7 @@ function takeRuns(answer) {
 
 function showAnswer(answer, view = null) {
   const first = !state.charts.length;
+  byId("layout").classList.remove("empty");
   takeRuns(answer);
   byId("title").replaceChildren(...answer.title.map((line) => element("p", {}, line)));
   byId("refused").textContent = answer.refused.map(([name, why]) => `${name} cannot serve this problem: ${why.split("\n")[0]}`).join(" ");
@@ -153,7 +159,7 @@ function showAnswer(answer, view = null) {
   state.grid.show(state.charts[0], null);
   if (view) state.bringInSight(view);
   address.write(!first && !view);
-  if (!first && narrow.matches) byId("shown").scrollIntoView();
+  if (!first && narrow.matches) byId("layout").scrollIntoView();
 }
 
 function figuresOf(runs) {

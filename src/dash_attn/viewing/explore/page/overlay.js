@@ -1,6 +1,6 @@
 // The upper canvas of a chart: what changes often. The chosen task and its links, the critical path, the moment.
 
-const MOST_BORDERS = 400;
+const LEAST_BORDERED = 8; // pixels of an event of the path, on average
 
 function drawOverlay(chart) {
   const { over: context, plot, theme, state } = chart;
@@ -9,6 +9,7 @@ function drawOverlay(chart) {
     if (state.showPath) drawPath(chart);
     const shown = state.chosen === null ? chart.hovered : chart.chosen;
     if (shown !== null) drawLinks(chart, shown);
+    if (chart.hovered !== null) drawBorders(chart, chart.hovered, 1.2);
     if (state.moment !== null) drawTime(chart, context, state.moment, theme.chosen, 1.2);
   });
 }
@@ -28,7 +29,7 @@ const startOf = ([left, top, , height]) => [left, top + height / 2];
 const endOf = ([left, top, width, height]) => [left + width, top + height / 2];
 
 function drawLinks(chart, item) {
-  const { over: context, run, theme } = chart;
+  const { run } = chart;
   for (const need of run.needs(item)) {
     if (need.item === item && need.of !== undefined) continue;
     link(chart, boxOf(chart, need.item, need.of ?? COMPUTE), boxOf(chart, item, need.phase), need.last ? [] : [4, 3]);
@@ -36,7 +37,12 @@ function drawLinks(chart, item) {
   for (const other of run.neededBy(item)) {
     link(chart, boxOf(chart, item, other.of === COMPUTE && !run.drains ? COMPUTE : REDUCE), boxOf(chart, other.item, other.of ?? COMPUTE), [1, 3]);
   }
-  [context.strokeStyle, context.lineWidth] = [theme.chosen, 2.2];
+  drawBorders(chart, item, 2.2);
+}
+
+function drawBorders(chart, item, width) {
+  const { over: context, run, theme } = chart;
+  [context.strokeStyle, context.lineWidth] = [theme.chosen, width];
   for (const phase of run.phases) context.strokeRect(...boxOf(chart, item, phase));
 }
 
@@ -51,9 +57,9 @@ function link(chart, from, to, dashes) {
 
 /** The events that decide the makespan: a line through them, which goes no way twice; where there is room, also their borders. */
 function drawPath(chart) {
-  const { over: context, theme, run } = chart;
+  const { over: context, theme, run, plot } = chart;
   const [first, end] = pathInSight(chart);
-  const bordered = end - first <= MOST_BORDERS && chart.crisp;
+  const bordered = (end - first) * LEAST_BORDERED <= chart.x(Math.min(run.makespan, chart.view.to)) - plot.left && chart.crisp;
   const path = new Path2D();
   let before = [NaN, NaN];
   const lineTo = (point) => {

@@ -2,7 +2,7 @@
 
 function showDetails(panel, chart, item) {
   if (chart === null || item === null) {
-    panel.replaceChildren(element("p", { class: "hint" }, "Point at a task, or choose one with the arrow keys."));
+    panel.replaceChildren(element("p", { class: "hint" }, "Point at a task, tap it, or choose one with the arrow keys."));
     return;
   }
   const { run } = chart;
