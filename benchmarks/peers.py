@@ -258,7 +258,7 @@ def rule_of(shape: Shape, device: torch.device) -> Rule | None:
 
 
 def mask_rule(mask: Mask, device: torch.device) -> Rule | None:
-    """Whether a query attends a key, written as in FlexAttention's own examples; None: always."""
+    """Whether a query attends to a key, written as in FlexAttention's own examples; None: always."""
     if mask.is_full:
         return None
     if mask.is_causal:

@@ -1,7 +1,7 @@
 """Reinforcement learning (GRPO) in which sampler and trainer agree in every bit: no log-probability differs, so the ratio is exactly 1.
 
 python examples/rollout.py              # samples by continuous batching, trains in padded micro-batches
-python examples/rollout.py --without    # the same without dash_attn.invariance: what everyone has
+python examples/rollout.py --without    # the same without dash_attn.invariance: some log-probabilities differ
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, rollouts: list[Rollout])
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--without", action="store_true", help="without dash_attn.invariance: log-probabilities will differ")
-    parser.add_argument("--steps", type=int, default=40, help="of training (default: 40)")
+    parser.add_argument("--steps", type=int, default=40, help="training steps (default: 40)")
     arguments = parser.parse_args()
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()

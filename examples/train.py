@@ -4,7 +4,7 @@ python examples/train.py --out runs/a
 python examples/train.py --out runs/b          (again: the same weights)
 dash-attn diff runs/a runs/b
 
-python examples/train.py --out runs/b --resume (after a kill at any moment: goes on from the last checkpoint)
+python examples/train.py --out runs/b --resume (after a kill at any moment: continues from the last checkpoint)
 torchrun --nproc-per-node 2 examples/train.py --out runs/c    (on 1, 2 or 4 processes: the same weights)
 
 A run on a CPU takes less than a minute. `--help` shows all settings; docs/examples.md says what is promised and what is not.
@@ -42,7 +42,7 @@ class Config:
     """Every field is an option of the command. Those of MAY_CHANGE may be others when a run resumes: no bit depends on them."""
 
     out: str = "runs/a"  # checkpoint and ledger
-    resume: bool = False  # go on from the checkpoint in `out`; from the start where there is none yet
+    resume: bool = False  # continue from the checkpoint in `out`; from the start if there is none yet
     checkpoint_every: int = 5  # steps
     workers: int = 0  # processes that make data
     detail_from: int = -1  # from this step on, the ledger has inputs and outputs of every module; -1: never
@@ -207,7 +207,7 @@ def load(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     changed = {name: (old, getattr(config, name)) for name, old in kept["config"].items() if old != getattr(config, name)}
     changed = {name: values for name, values in changed.items() if name not in MAY_CHANGE}
     if changed:
-        raise ValueError(f"a run resumes with the settings it had, but for {', '.join(MAY_CHANGE)}; changed (before, now): {changed}")
+        raise ValueError(f"a run resumes with the settings it had, except for {', '.join(MAY_CHANGE)}; changed (before, now): {changed}")
     model.load_state_dict(kept["model"])
     optimizer.load_state_dict(kept["optimizer"])
     torch.set_rng_state(kept["random"].cpu())
@@ -276,7 +276,7 @@ def config_from(arguments: Sequence[str] | None) -> Config:
         parser.add_argument(name, default=default, help=f"{comments.get(field.name, '')} (default: {default})".lstrip(), **kind)
     config = Config(**vars(parser.parse_args(arguments)))
     if not config.resume and (Path(config.out) / f"rank-{os.environ.get('RANK', 0)}.ledger").exists():
-        parser.error(f"there is a run in {config.out}: go on with it by --resume, or name another folder by --out")
+        parser.error(f"there is a run in {config.out}: continue it with --resume, or name another folder with --out")
     return config
 
 

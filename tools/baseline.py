@@ -115,7 +115,7 @@ def cached(
     sinks: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Queries that attend a cache; the cache itself is a result where keys are appended."""
+    """Queries that attend to a cache; the cache itself is a result where keys are appended."""
     from dash_attn import flash_attn_with_kvcache
 
     room = -(-(max(lengths) + queries) // 256) * 256

@@ -10,20 +10,20 @@ from page_parts import code, section, table
 
 RECORD = Path(__file__).parent / "model_sweep.json"
 INTRODUCTION = """
-Every language model of transformers {version} with `attn_implementation="dash_attn"`, built tiny from its default configuration and
-compared with `eager` on the CPU: the logits and all gradients of one step of training, and that later tokens do not move earlier logits
-of a model that decodes. `python tools/model_sweep.py` makes the comparison, `make pages` this page. `make test-all` repeats the comparison
-and fails when the page is out of date; `make test` does so for the best known. Dropout is 0 here.
-Other kinds of models (vision, audio without text) are checked in the same way as they are built and in their first forward, but are
+This page lists every language model of transformers {version} with `attn_implementation="dash_attn"`, built small from its default
+configuration and compared with `eager` on the CPU. The comparison covers the logits and all gradients of one training step and, for a model
+that decodes, that later tokens do not change earlier logits. `python tools/model_sweep.py` makes the comparison, `make pages` this page.
+`make test-all` repeats it and fails when the page is out of date; `make test` does so for the best-known models. Dropout is 0 here.
+Other kinds of models (vision, audio without text) are checked in the same way when they are built and in their first forward, but are
 not on this page.
 
-The same comparison with a padded row, on the left and on the right, counts the logits of its tokens only. Of an encoder-decoder model it is
-the source that is padded. All models have the same outcome there as above{but}.
+The same comparison with a padded row, on the left and on the right, counts only the logits of its tokens. For an encoder-decoder model the
+source is padded. All models have the same outcome there as above{but}.
 
 **Decoding** compares the tokens and logits of `generate` with a cache: greedily for rows that are *whole* or padded on the *left* or
-*right*, beside a row that is all padding (*empty*, whose own logits mean nothing and are only finite), in *beams*, with a *static* cache
-and, of encoder-decoder models, from a *prompt* of several tokens. Those that the tables call "as eager" match in all of them. Of a causal
-model prompts padded on the right raise: new tokens would go on from padding.
+*right*, next to a row that is all padding (*empty*, whose own logits mean nothing and must only be finite), in *beams*, with a *static*
+cache and, for encoder-decoder models, from a *prompt* of several tokens. Models that the tables call "as eager" match in all of these. For
+causal models, prompts padded on the right raise: new tokens would come after padding.
 """
 TITLES = {"causal": "Causal language models", "masked": "Masked language models", "encoder-decoder": "Encoder-decoder models"}
 STATUS = {"refused": "raises", "no comparison": "does not run with eager here either:"}
@@ -32,7 +32,7 @@ STATUS = {"refused": "raises", "no comparison": "does not run with eager here ei
 def page() -> str:
     record: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
     header = ["", "match eager", "decode as eager", "raise an error", "no comparison", "anything else"]
-    introduction = INTRODUCTION.format(version=record["transformers"], but=", but for the last table" if _changed(record) else "")
+    introduction = INTRODUCTION.format(version=record["transformers"], but=", except in the last table" if _changed(record) else "")
     counts = table(header, [_counts(kind, record) for kind in TITLES])
     lines = ["# Models of Hugging Face transformers", "", introduction.strip(), "", *counts]
     for kind, title in TITLES.items():
@@ -40,7 +40,7 @@ def page() -> str:
         blocks = [_matching(kind, record), table(["raise an error", "which"], refused)]
         lines += section(title, *blocks, *([table(["do not run with eager here either", "why"], missing)] if missing else []))
     if _changed(record):
-        lines += section("Padded rows", table(["other than without padding", "padded on the", "outcome"], _changed(record)))
+        lines += section("Padded rows", table(["differs with padding", "padded on the", "outcome"], _changed(record)))
     return "\n".join(lines) + "\n"
 
 

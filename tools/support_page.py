@@ -112,13 +112,13 @@ GPUS: tuple[tuple[str, str, str], ...] = (
     ("MI300", "gfx942", "compiled"),
 )
 GPU_NOTES = (
-    "*compiled*: tests compile every kernel for it, within its shared memory, and interpret the same source against the CPU backend.",
-    "Nobody has run it there. `dash-attn verify` tests the promises on the machine it runs on.",
-    "A GPU that the table of tiles does not list takes those of a relative, or of 8.6, which need least shared memory.",
+    "*compiled*: tests compile every kernel for it, within its shared memory, and compare the interpreted source with the CPU backend.",
+    "It has never been run there. `dash-attn verify` tests the promises on the machine it runs on.",
+    "A GPU that is not in the table of tiles uses those of a related one, or of 8.6, which need the least shared memory.",
 )
 SCHEDULE_NOTES = (
     "The same on `cpu` and `hopper`. `raises` is a `ScheduleError` that says which masks the schedule serves.",
-    "`triton` takes `auto` alone: it sums dQ in a pass of its own, so there is no order between SMs to choose.",
+    "`triton` takes only `auto`: it sums dQ in a separate pass, so there is no order between SMs to choose.",
 )
 
 
@@ -229,7 +229,7 @@ def page() -> str:
     lines = [
         "# What is supported",
         "",
-        "This page is written by `make pages`, which asks the code: the CPU backend runs every question forward and backward, the GPU",
+        "`make pages` writes this page by asking the code: the CPU backend runs every call forward and backward, the GPU",
         "backends answer through `dash_attn.explain(..., backend=...)`. A test fails when the page is out of date.",
         "What is not supported raises an error that says what is. Nothing falls back.",
         *section("Devices", table(["backend", "tensors on", "hardware"], hardware), [which]),

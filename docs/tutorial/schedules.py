@@ -8,12 +8,12 @@ into schedules.md and draws the pictures, and tests run it.
 # # Drawing schedules
 #
 # Why does deterministic attention wait, and what does DASH ([arXiv 2601.21824](https://arxiv.org/abs/2601.21824)) do about it? This page
-# draws the answer, from the mask to the picture. It needs no GPU and no PyTorch. All times are in the simulator's units, and exact.
+# draws the answer, from the mask to the picture. It needs no GPU and no PyTorch. All times are exact, in the simulator's units.
 
 # %% [markdown]
 # ## From a mask to a problem
 #
-# Attention runs in tiles. A tile of queries (Q tile) and a tile of keys (KV tile) that attend each other are one **task**. In the
+# Attention runs in tiles. A tile of queries (Q tile) and a tile of keys (KV tile) that attend to each other are one **task**. In the
 # backward pass a task computes five matrix products (compute) and then adds its share to dQ (reduce). All tasks of one KV tile form a
 # **chain**: one SM, a **worker**, runs them one after another, because dK and dV of that tile stay in its registers.
 #
@@ -38,7 +38,7 @@ print(f"{causal.tasks} tasks in {causal.chains} chains")
 # ## Why order costs time
 #
 # dK and dV of a KV tile come from one chain, in one order. dQ of a Q tile is a sum over chains on different workers. For the same bits in
-# every run, those must add in a fixed order: each task has its **turn**. A worker whose turn has not come waits.
+# every run, they must add in a fixed order: each task has its **turn**. A worker whose turn has not come waits.
 #
 # First the machine of the paper: a compute takes 3 units, a reduce takes 1, and the worker does both. There are eight workers.
 
@@ -64,7 +64,7 @@ gantt([ascending], "ascending.png")
 # stay apart.
 #
 # `symmetric_shift` goes further. It pairs the longest chain with the shortest, KV tile i with KV tile 7 - i, on one worker: all workers
-# get equal work. The walks are laid out such that in every step the workers of a head are at different Q tiles. Nobody waits.
+# get equal work. The walks are laid out so that in every step the workers of a head are at different Q tiles. Nobody waits.
 
 # %%
 runs = [simulate(generate(name, causal, workers=8), paper) for name in ("descending", "symmetric_shift")]
@@ -79,8 +79,8 @@ gantt(runs, "dash-causal.png")
 #
 # ## DASH on full masks
 #
-# Without a mask all chains have the same length, and all start at the same Q tile. `shift` lets chain i start at Q tile i and go around.
-# It is a Latin square: in every step each worker is at another Q tile.
+# Without a mask all chains have the same length, and all would start at the same Q tile. `shift` lets chain i start at Q tile i and go
+# around. It is a Latin square: in every step each worker is at a different Q tile.
 
 # %%
 full = Problem.from_tiles("full", q_tiles=8, kv_tiles=8, heads=2)
@@ -97,7 +97,7 @@ gantt(runs, "dash-full.png")
 #
 # ## A machine with latency
 #
-# A GPU differs from that model in two ways. Reduces run in the background, behind the next compute (`overlap`). And handing a dQ tile to
+# A GPU differs from that model in two ways. Reduces run in the background, during the next compute (`overlap`). And handing a dQ tile to
 # the next turn takes time (`latency`): memory is written, a flag is set, another SM sees it. On an H200 that is about one and a half
 # computes. A task whose turn comes one step after the one before it now waits.
 
@@ -136,9 +136,9 @@ gantt(runs, "documents.png")
 #
 # ## The real size
 #
-# The same simulator, with the constants of an H200 in microseconds, beside times measured there
-# (`benchmarks/results/h200-prediction.json`): 4096 tokens, batch 4, 16 heads of 128, causal. Where everybody waits the model is off:
-# polling itself takes bandwidth.
+# The same simulator, with the constants of an H200 in microseconds, next to times measured there
+# (`benchmarks/results/h200-prediction.json`): 4096 tokens, batch 4, 16 heads of 128, causal. If every worker waits, the model is off,
+# because polling itself takes bandwidth.
 
 # %%
 results = json.loads((Path(__file__).parents[2] / "benchmarks/results/h200-prediction.json").read_text())

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 
 
 class DashAttnError(Exception):
-    """The family. Wrong arguments that no rule of ours explains are plain ValueError and TypeError."""
+    """The base of all. Ordinary wrong arguments raise plain ValueError and TypeError."""
 
 
 class Unsupported(DashAttnError, ValueError):
-    """Asked for something that a backend cannot do deterministically, or not on this machine."""
+    """A backend cannot do what was asked deterministically, or not on this machine."""
 
 
 class ScheduleError(DashAttnError, ValueError):
@@ -24,20 +24,20 @@ class ExecutionError(DashAttnError, RuntimeError):
 
 
 class RecordError(DashAttnError, RuntimeError):
-    """What was noted does not fit the plan."""
+    """Recorded task times do not fit the plan."""
 
 
 class CompileError(DashAttnError, RuntimeError):
-    """NVRTC refused a kernel, whose log the message holds; or the file of one is damaged."""
+    """NVRTC refused a kernel (the message has its log), or the file of a kernel is damaged."""
 
 
 class LostRank(DashAttnError, RuntimeError):
-    """Another rank did not answer, or left."""
+    """Another rank did not answer, or has ended."""
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """The end of an error about a word that nobody knows: the one that was probably meant, if any is close."""
     from difflib import get_close_matches
 
-    close = get_close_matches(str(word).lower(), list(known), n=1)
+    close = get_close_matches(str(word).lower(), list(known), n=1, cutoff=0.76)  # h100 is not h200, nor gpu cpu
     return f"; did you mean {close[0]}?" if close else ""

@@ -20,7 +20,7 @@ class SelfAttention(nn.Module):
 
     num_kv_heads: fewer KV heads than query heads (grouped-query attention); None for as many.
     window_size, softcap and the keyword options (schedule, accumulation, backend, head_offset and more) are those of flash_attn_func.
-    dropout_p: of the attention weights, in training mode only; with seeds of PyTorch's generator, unless `forward` is given others.
+    dropout_p: of the attention weights, in training mode only; with seeds from PyTorch's generator, unless `forward` is given others.
     alibi_slopes: (num_heads,) numbers, kept as a buffer.
     """
 

@@ -16,7 +16,7 @@ from dash_attn.scheduling import GENERATORS
 from dense import Results, assert_same_bits, dense, random_inputs, run_dense, run_ours
 
 BLOCKS = np.random.default_rng(3).random((6, 5)) < 0.5
-BLOCKS[2] = False  # a row of blocks that attends nothing
+BLOCKS[2] = False  # a row of blocks that attends to nothing
 
 CASES = [
     (Full(), 200, 200),
@@ -26,7 +26,7 @@ CASES = [
     (Full(), 300, 1),
     (Causal(), 257, 257),
     (Causal(), 100, 300),
-    (Causal(), 300, 100),  # the first 200 queries attend nothing
+    (Causal(), 300, 100),  # the first 200 queries attend to nothing
     (Window(30, 0), 300, 300),
     (Window(17, 40), 190, 310),
     (Window(0, 0), 130, 130),

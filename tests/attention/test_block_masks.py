@@ -72,7 +72,7 @@ def test_it_attends_what_flex_attention_attends(mod: Mod, batch: int | None, hea
     assert max(map(largest_error, ours, truth)) < 1e-11
     if block == 128:
         theirs = flex_attention(*map(heads_first, inputs[:3]), block_mask=block_mask)
-        assert largest_error(ours.out, heads_first(theirs)) < 1e-11  # also of rows that attend nothing, which are 0 there, too
+        assert largest_error(ours.out, heads_first(theirs)) < 1e-11  # also of rows that attend to nothing, which are 0 there, too
 
 
 @pytest.mark.parametrize(

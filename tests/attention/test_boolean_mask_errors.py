@@ -20,7 +20,7 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (ONES.expand(2, 2, 10, 12), ValueError, r"got shape \(2, 2, 10, 12\)"),  # KV heads, not query heads
     (ONES.expand(1, 1, 1, 10, 12), ValueError, r"got shape \(1, 1, 1, 10, 12\)"),
     (ONES[0], ValueError, r"got shape \(12,\)"),
-    (ONES.float(), ValueError, r"must have 0 where a query attends a key, and -inf elsewhere; got 1.0"),
+    (ONES.float(), ValueError, r"must have 0 where a query attends to a key, and -inf elsewhere; got 1.0"),
     (torch.full((10, 12), torch.finfo(torch.float32).min), ValueError, r"and -inf elsewhere; got -3.4"),
     (torch.full((10, 12), torch.nan), ValueError, r"and -inf elsewhere; got nan"),
     (torch.zeros(10, 12, requires_grad=True), ValueError, r"a mask tensor gets no gradient"),

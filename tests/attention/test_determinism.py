@@ -197,7 +197,7 @@ def test_alignment_does_not_reach_the_bits() -> None:
 def test_uninitialised_memory_is_never_read(inputs: Inputs) -> None:
     """PyTorch fills new memory with NaN in this mode, so a tile nobody stores to would show."""
     cases = [(mask, inputs) for mask in MASKS]
-    cases.append((Causal(), random_inputs(300, 100)))  # Q tiles that attend nothing
+    cases.append((Causal(), random_inputs(300, 100)))  # Q tiles that attend to nothing
     cases.append((Window(10, 0), random_inputs(100, 300)))  # KV tiles that nobody attends
     expected = [run_ours(tensors, mask) for mask, tensors in cases]
     torch.use_deterministic_algorithms(True)

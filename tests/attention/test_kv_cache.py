@@ -1,4 +1,4 @@
-"""Tokens that attend a cache have the bits of the whole forward, whatever came with them and wherever their keys lie."""
+"""Tokens that attend to a cache have the bits of the whole forward, whatever came with them and wherever their keys lie."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ EITHER: list[Bad] = [
     ({"q": torch.zeros(2, 3, 4, 16, requires_grad=True)}, r"no backward, and q requires a gradient"),
 ]
 ROWS: list[Bad] = [
-    ({"first_position": 5}, r"sequence 0 attends keys from position 0 on, and the cache begins with 5"),
-    ({"first_position": 5, "cache_leftpad": numbers(0, 12), "window_size": (30, 0)}, r"attends keys from position 0 on"),
+    ({"first_position": 5}, r"sequence 0 attends to keys from position 0 on, and the cache begins with 5"),
+    ({"first_position": 5, "cache_leftpad": numbers(0, 12), "window_size": (30, 0)}, r"attends to keys from position 0 on"),
     ({"first_position": -1}, r"first_position must be a whole number >= 0 and below 2\^31, .* got -1"),
     ({"first_position": numbers(0, -4)}, r"first_position must be between 0 and 1073741824; got -4 for sequence 1"),
     ({"cache_batch_idx": numbers(1, 3)}, r"cache_batch_idx must be a row of the cache, 0 to 2; got 3 for sequence 1"),

@@ -20,7 +20,7 @@ from devices import disturbed, make_inputs, on_each_device
 MASKS: list[tuple[Mask, int, int]] = [
     (Full(), 9, 13),
     (Causal(), 12, 12),
-    (Causal(), 15, 6),  # the first queries attend nothing: their LSE is -inf, and so constant
+    (Causal(), 15, 6),  # the first queries attend to nothing: their LSE is -inf, and so constant
     (Window(3, 1), 10, 14),
     (Documents((5, 1, 6)), 12, 12),
     (Prefix(4), 11, 11),
@@ -29,7 +29,7 @@ MASKS: list[tuple[Mask, int, int]] = [
 
 
 def z_loss(lse: Tensor) -> Tensor:
-    """Rows that attend nothing have no part in it."""
+    """Rows that attend to nothing have no part in it."""
     return torch.where(lse == -torch.inf, 0.0, lse).square().sum()
 
 
@@ -137,7 +137,7 @@ def test_rows_that_attend_nothing_ignore_the_gradient_of_their_lse(device: str) 
 
 @on_each_device
 def test_sinks_get_their_part(device: str) -> None:
-    q, k, v, _ = make_inputs(device, (300, 100), (4, 2), (64, 0))  # the first 200 queries attend nothing but the sink
+    q, k, v, _ = make_inputs(device, (300, 100), (4, 2), (64, 0))  # the first 200 queries attend to nothing but the sink
     sinks = torch.linspace(-1, 2, 4, device=device)
 
     def gradient(dtype: torch.dtype, attend: Any) -> Tensor:

@@ -18,7 +18,7 @@ from dense import run_ours_with_sinks as run_ours
 CASES: list[tuple[Mask, int, int]] = [
     (Full(), 200, 200),
     (Causal(), 257, 257),
-    (Causal(), 300, 100),  # the first 200 queries attend nothing but the sink
+    (Causal(), 300, 100),  # the first 200 queries attend to nothing but the sink
     (Window(30, 5), 150, 290),
     (Documents((5, 100, 1, 130)), 236, 236),
     (Prefix(70), 190, 190),

@@ -137,6 +137,10 @@ def test_random_masks(capsys: pytest.CaptureFixture[str], seed: int) -> None:
     ("words", "said"),
     [
         ("--mask diagonal", "unknown mask"),
+        ("--mask tiles:x", "unknown mask 'tiles:x'"),
+        ("--mask prefix:x", "lengths must be whole numbers, as in prefix:LEN"),
+        ("--machine h100", "one of h200\n"),
+        ("--device gpu", "must be one of auto, cpu, cuda; got gpu\n"),
         ("--mask window:1", "window:LEFT,RIGHT"),
         ("--mask window:a,b", "whole numbers"),
         ("--mask documents:3,4", "sum of the document lengths (7); got 8 queries and 8 keys"),
@@ -212,6 +216,7 @@ def test_no_command_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> No
         ("--seqlen 16384 --heads 4000", "--tile-q 128 --tile-kv 256 with --seqlen, or 128 x 64 tiles"),
         ("--seqlen 262144 --mask window:65536,0 --heads 40", "--tile-q 128 --tile-kv 256 with --seqlen, or 2048 x 1024 tiles"),
         ("--heads 100000000", "Take fewer heads, or larger tiles"),
+        ("--heads 1000000000 --group 1000000000 --batch 1000000000", "Take fewer heads, or larger tiles"),
     ],
 )
 def test_too_many_tasks_are_refused_before_the_work(
@@ -298,6 +303,29 @@ def test_saved_schedule_reads_back(capsys: pytest.CaptureFixture[str], tmp_path:
     schedule = Schedule.from_json(path.read_text())
     assert schedule.name == "alternating"
     assert schedule.problem.tasks == 144
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("verify --schedule", "--schedule: empty.json is not a schedule, as `dash-attn plan --save` writes it: "),
+        ("plan --machine", "empty.json is not a machine file: "),
+    ],
+)
+def test_a_file_that_holds_something_else_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty.json").write_text("{}")
+    assert main([*words.split(), "empty.json"]) == 2
+    assert capsys.readouterr().err.startswith(f"dash-attn: error: {said}")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
+@pytest.mark.parametrize("flag", ["--save", "--trace"])
+def test_a_full_disk_names_the_file(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    assert main(["plan", "--schedule", "weave", flag, "/dev/full"]) == 2
+    assert capsys.readouterr().err == "dash-attn: error: cannot write /dev/full: No space left on device\n"
 
 
 @pytest.mark.parametrize("overlap", [0, 1, 2, 3])

@@ -117,6 +117,8 @@ def test_other_schedules_and_masks(capsys: pytest.CaptureFixture[str]) -> None:
         ("--execution launch", "--execution goes with --ranks"),
         ("--heads-together 2", "--heads-together goes with --ranks"),
         ("--model chunks", "--model goes with --ranks"),
+        pytest.param("--ranks 8 --seqlen 1048576", "or larger tiles: --tile-q 128 --tile-kv 256", marks=pytest.mark.exhaustive),
+        ("--ranks 8 --seqlen 131072 --heads 8 --group 8 --model tiles", "more than 50,000,000 tasks are too many to simulate."),
     ],
 )
 def test_what_cannot_be_planned_is_one_clear_line(capsys: pytest.CaptureFixture[str], words: str, said: str) -> None:

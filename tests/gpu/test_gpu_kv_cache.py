@@ -1,4 +1,4 @@
-"""On a GPU: tokens that attend a cache have the bits of the training forward; what is wrong with a cache stops with a message."""
+"""On a GPU: tokens that attend to a cache have the bits of the training forward; what is wrong with a cache stops with a message."""
 
 from __future__ import annotations
 

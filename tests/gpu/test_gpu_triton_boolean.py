@@ -23,7 +23,7 @@ LEADING = {"one for all": (), "per sequence": (BATCH, 1), "per query head": (1, 
 
 
 def matrix(leading: tuple[int, ...] = (), q_len: int = Q_LEN, kv_len: int = KV_LEN) -> Tensor:
-    """Blocks of each kind; some queries attend nothing, some keys are never attended."""
+    """Blocks of each kind; some queries attend to nothing, some keys are never attended."""
     source = torch.Generator().manual_seed(len(leading))
     kinds = torch.randint(3, (*leading, -(-q_len // 64), -(-kv_len // 64)), generator=source)
     kinds = kinds.repeat_interleave(64, -2).repeat_interleave(64, -1)[..., :q_len, :kv_len]

@@ -40,7 +40,7 @@ class WithSinks(NamedTuple):
 
 
 def element_mask(mask: Mask, q_len: int, kv_len: int) -> Tensor:
-    """Which query attends which key, from the definition of each mask."""
+    """Which query attends to which key, from the definition of each mask."""
     row = torch.arange(q_len)[:, None]
     key = torch.arange(kv_len)
     position = row + kv_len - q_len
@@ -63,7 +63,7 @@ def element_mask(mask: Mask, q_len: int, kv_len: int) -> Tensor:
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor, scale: float | None = None, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Output and LSE in the dtype of the inputs, differentiable by PyTorch. mask: one of ours, or which query attends which key."""
+    """Output and LSE in the dtype of the inputs, differentiable by PyTorch. mask: one of ours, or which query attends to which key."""
     group = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)

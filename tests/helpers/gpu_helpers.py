@@ -49,7 +49,7 @@ def full_size(seqlen: int, heads: tuple[int, int] = (16, 16), dim: int = 128) ->
 
 
 def ragged_map(q_len: int, kv_len: int, block_q: int = 37, block_kv: int = 53) -> TileMap:
-    """Random blocks that fit no tile of a kernel; some queries attend nothing, some keys are never attended."""
+    """Random blocks that fit no tile of a kernel; some queries attend to nothing, some keys are never attended."""
     blocks = np.random.default_rng(0).random((-(-q_len // block_q), -(-kv_len // block_kv))) < 0.4
     blocks[3], blocks[:, 5] = False, False
     return TileMap(blocks, block_q, block_kv)

@@ -13,7 +13,7 @@ from dash_attn.integrations._layer_mask import LayerMask, Padding
 
 
 class SelfAttention(nn.Module):
-    """A layer that can attend its own tokens only, going by what its forward takes."""
+    """A layer that can attend to its own tokens only, going by what its forward takes."""
 
     is_causal = False
 

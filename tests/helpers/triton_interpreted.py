@@ -61,7 +61,7 @@ class Interpreted:
 
     @cached_property
     def boolean(self) -> BooleanMask | None:
-        """Blocks of each kind; rows and a strip of columns that attend nothing."""
+        """Blocks of each kind; rows and a strip of columns that attend to nothing."""
         if self.matrices is None:
             return None
         draw = np.random.default_rng(sum(self.lengths))

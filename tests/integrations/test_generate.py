@@ -134,7 +134,7 @@ def test_a_chunk_is_a_sequence_of_its_own(way: str, recorder: Recorder) -> None:
     torch.testing.assert_close(torch.cat(steps, 1), out[:, 190:])
     assert not same_bits(torch.cat(steps, 1), out[:, 190:].contiguous())
     recorder.chains = {key: chunks for key, chunks in recorder.chains.items() if key[0] == 1}
-    assert recorder.differing() == [], "the other layer attends everything"
+    assert recorder.differing() == [], "the other layer attends to everything"
 
 
 def test_several_chunks_with_keys_before_them_are_refused() -> None:

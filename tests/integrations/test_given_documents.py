@@ -193,7 +193,7 @@ def test_positions_tell_no_documents_to_layers_that_look_ahead(model_type: str, 
 
 def test_tokens_are_not_generated_behind_packed_documents() -> None:
     model = build("causal", "llama", "dash_attn").eval()
-    with pytest.raises(NotImplementedError, match="packed documents with a cache, whose next tokens would attend all of them"):
+    with pytest.raises(NotImplementedError, match="packed documents with a cache, whose next tokens would attend to all of them"):
         model.generate(IDS, position_ids=PACKED.expand(2, -1), max_new_tokens=2)
     model.generate(IDS, position_ids=torch.arange(LENGTH).expand(2, -1), max_new_tokens=2)
 

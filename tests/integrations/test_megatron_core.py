@@ -38,7 +38,7 @@ def _one_rank() -> Iterator[None]:
 
 
 def masked(mask: Mask) -> Tensor:
-    """True where Megatron's DotProductAttention is to attend nothing."""
+    """True where Megatron's DotProductAttention is to attend to nothing."""
     return ~element_mask(mask, LENGTH, LENGTH)[None, None]
 
 

@@ -208,7 +208,7 @@ def test_one_query_attends_what_is_kept_of_others(side: str) -> None:
 
 def test_a_window_ahead_in_a_layer_that_may_attend_others_is_refused() -> None:
     padding = Padding(rows_of("left").bool(), LENGTH, Window(20, 20))
-    with pytest.raises(NotImplementedError, match="where a layer attends its own tokens only; AnyAttention may attend others"):
+    with pytest.raises(NotImplementedError, match="where a layer attends to its own tokens only; AnyAttention may attend to others"):
         padding.offsets(AnyAttention)
 
 

@@ -128,7 +128,7 @@ def test_multihead_attention_of_pytorch_uses_it() -> None:
 Q, K = torch.zeros(2, 4, 10, 8), torch.zeros(2, 2, 12, 8)
 BAD: list[tuple[tuple[Tensor, ...], dict[str, Any], str]] = [
     ((Q, Q, Q), {"attn_mask": torch.ones(10, 10, dtype=torch.bool), "is_causal": True}, r"either attn_mask or is_causal=True.*; got both"),
-    ((Q, Q, Q), {"attn_mask": torch.ones(10, 10)}, r"0 where a query attends a key, and -inf elsewhere; got 1.0"),
+    ((Q, Q, Q), {"attn_mask": torch.ones(10, 10)}, r"0 where a query attends to a key, and -inf elsewhere; got 1.0"),
     ((Q, Q, Q), {"attn_mask": torch.zeros(10, 10).int()}, r"attn_mask must be boolean.* or of 0 and -inf; got torch.int32"),
     ((Q, Q, Q), {"attn_mask": torch.zeros(10, 10).to(torch.float8_e5m2)}, r"or of 0 and -inf; got torch.float8_e5m2"),
     ((Q, Q, Q), {"attn_mask": torch.ones(1, 1, 1, 10, 10)}, r"attn_mask must not have more dimensions than query, key and value; got"),

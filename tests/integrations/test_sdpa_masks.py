@@ -44,7 +44,7 @@ def inputs_of(kv_heads: int, dtype: torch.dtype = torch.float64) -> list[Tensor]
 
 
 def mask_of(shape: tuple[int, ...]) -> Tensor:
-    """Each query attends a key."""
+    """Each query attends to a key."""
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.5
     mask[..., 0] = True
     return mask

@@ -60,7 +60,7 @@ def test_a_folder_that_has_a_run_is_refused_with_the_way_on(run: tuple[Path, str
     module = module_of(EXAMPLE)
     with pytest.raises(SystemExit, match="2"):
         module.main(["--out", str(run[0])])
-    assert f"error: there is a run in {run[0]}: go on with it by --resume, or name another folder by --out" in capsys.readouterr().err
+    assert f"error: there is a run in {run[0]}: continue it with --resume, or name another folder with --out" in capsys.readouterr().err
     assert module.config_from(["--out", str(run[0]), "--resume"]).resume
 
 

@@ -132,7 +132,7 @@ def test_a_schedule_is_added_in_three_steps(clone: Path) -> None:
 
 CHUNKS = '''@dataclass(frozen=True)
 class Chunks(IntervalMask):
-    """A query attends what is before it in its own chunk of `size` keys."""
+    """A query attends to what is before it in its own chunk of `size` keys."""
 
     size: int
 

@@ -28,10 +28,10 @@ _explainers: dict[Any, Explainer] = {}
 
 def explain(function: Callable[..., Any], *args: Any, predict_time: bool = True, **kwargs: Any) -> Any:
     """What function(*args, **kwargs) would do, without running it: an Explanation, a CacheExplanation of flash_attn_with_kvcache, or a
-    SharedExplanation of what ranks do together. What the call refuses whatever the values also raises here.
+    SharedExplanation of what ranks do together. What the call would refuse whatever the values raises here, too.
 
-    Tensors are looked at for shape, dtype and device only, but for the lengths of packed sequences, which decide their orders. Sinks do not
-    change the answer. Tensors on the meta device ask what a backend that is not here would do: backend="hopper" then needs no GPU, and
+    Only shape, dtype and device of tensors matter, except for the lengths of packed sequences, which decide their orders. Sinks do not
+    change the answer. With tensors on the meta device, a backend that is not here can be asked: backend="hopper" then needs no GPU, and
     leaves out the hashes of kernels.
     predict_time: simulate the backward for predicted_backward_us, about a second for a million tile pairs.
     """

@@ -65,27 +65,27 @@ def flash_attn_func(  # type: ignore[misc]  # positional choices are FlashAttent
     """Attention whose gradients are bitwise reproducible.
 
     q is (batch, q_len, q_heads, dim), k and v are (batch, kv_len, kv_heads, dim); q_heads is a multiple of kv_heads.
-    v may have another head dim, which is then that of the output.
+    v may have a different head dim, which is then that of the output.
     The first eleven arguments are FlashAttention-2's.
 
-    mask: any mask of dash_attn.masks, instead of `causal` and `window_size`. Where the lengths differ, the last query
-        is aligned with the last key. Or a boolean tensor, True where a query attends a key, on the device of q: (q_len, kv_len), or
-        what broadcasts to (batch, q_heads, q_len, kv_len). A BooleanMask of it spares the planning of each call (docs/masks.md).
+    mask: any mask of dash_attn.masks, instead of `causal` and `window_size`. If the lengths differ, the last query
+        is aligned with the last key. Or a boolean tensor, True where a query attends to a key, on the device of q: (q_len, kv_len), or
+        what broadcasts to (batch, q_heads, q_len, kv_len). A BooleanMask made from it is planned only once (docs/masks.md).
     sinks: one learnable logit per query head, (q_heads,). Each row's softmax also sums exp(sink), neither scaled nor capped.
         The sink has no value, so it only takes weight from the keys.
     dropout_seed: one number per sequence, (batch,) of torch.int64 on the device of the tensors; which pairs dropout keeps depends on
         it, the query head in the unsharded model and the two positions alone. None: drawn from PyTorch's generator.
-    alibi_slopes: (q_heads,) or (batch, q_heads); slope x distance is taken off each score, behind scale and softcap. No gradient.
+    alibi_slopes: (q_heads,) or (batch, q_heads); slope x distance is subtracted from each score, after scale and softcap. No gradient.
     schedule: the order in which dQ is summed: "auto", a name in dash_attn.scheduling.generators.GENERATORS, or a Schedule of your own
-        (Schedule.from_json reads a saved one). Its mask, lengths and tile sizes must be those of the call (explain tells the tile
-        sizes); batch, heads and workers may differ. A program that is traced cannot hold the object: there, give schedule.to_json().
+        (Schedule.from_json reads a saved one). Its mask, lengths and tile sizes must be those of the call (explain shows the tile
+        sizes); batch, heads and workers may differ. A traced program cannot contain the object: there, give schedule.to_json().
     accumulation: "ordered", or "unordered" for sums in order of arrival. `deterministic=False` is still ordered.
     backend: "auto" (by the device of the tensors), "cpu", "hopper" or "triton". An explicit one never falls back.
     head_offset: index of the first KV head in the unsharded model, for tensor-parallel ranks.
 
     Returns out; (out, lse) with `return_lse`; (out, lse, None) with `return_attn_probs`, as FlashAttention-2 does
     without dropout. lse is (batch, q_heads, q_len), natural log, sink included; gradients go through it (for a z-loss).
-    Where a query attends nothing, out is 0 and lse the sink, or -inf without one.
+    If a query attends to nothing, out is 0 and lse the sink, or -inf without one.
     """
     refuse_transforms()
     of_scores = mask, causal, window_size, softmax_scale, softcap

@@ -1,5 +1,5 @@
-"""flash_attn_with_kvcache: queries that attend a cache of keys and values, with the bits of the whole forward. And packed queries that
-attend keys and values in pages.
+"""flash_attn_with_kvcache: queries that attend to a cache of keys and values, with the bits of the whole forward. And packed queries that
+attend to keys and values in pages.
 
 For torch.compile both are torch operators: dash_attn::attention_of_cache, and dash_attn::append_and_attend, which also changes the cache.
 A call that appends is one operator, so that no compiler can come between writing and reading.
@@ -83,23 +83,23 @@ def flash_attn_with_kvcache(  # type: ignore[misc]  # positional choices are Fla
     q is (batch, new queries, q_heads, dim). k_cache and v_cache are (rows, slots, kv_heads, dim) or, with block_table,
     (pages, page size, kv_heads, dim); pages have a multiple of 16 rows. The last query is aligned with the last key.
 
-    k, v: (batch, new keys, kv_heads, dim), appended to the caches in place before anything is attended.
+    k, v: (batch, new keys, kv_heads, dim), appended to the caches in place before attention.
     cache_seqlens: how many slots of each sequence are in use before the call, left padding included: a number or an int32 tensor
-        (batch,). Where it is None all are, and nothing can be appended.
-    cache_batch_idx: int32 (batch,), the row of the cache that each sequence has. None: sequence i has row i.
+        (batch,). None means all, and nothing can be appended.
+    cache_batch_idx: int32 (batch,), the row of the cache that belongs to each sequence. None: sequence i has row i.
     cache_leftpad: int32 (batch,), the slot of each sequence's first key. Positions are counted from it.
-    block_table: int32 (batch, entries), the pages of each sequence. Entries behind its last key, or before its window, are not read.
+    block_table: int32 (batch, entries), the pages of each sequence. Entries after its last key, or before its window, are not read.
     softmax_scale, causal, window_size, softcap, sinks, backend: as in flash_attn_func.
-    first_position: the position of each sequence's first cached key, where a cache dropped those before a window: a number or an
+    first_position: the position of each sequence's first cached key, if a cache dropped those before a window: a number or an
         int32 tensor (batch,). KV tiles are cut by position, so bits depend on it.
-    num_splits: 0 or 1. How work is split never changes bits and is not the caller's to choose.
+    num_splits: 0 or 1. How work is split never changes bits, and the caller cannot choose it.
 
     rotary_cos, rotary_sin, rotary_interleaved: turn k and q before k is appended, as in FlashAttention: (positions, half of the dims that
-        turn), a row for each slot. A new key turns by its slot (cache_leftpad is not taken off), a query by that of the new key beside it;
-        where the mask is full, by that of the first new key.
+        turn), a row for each slot. A new key turns by its slot (cache_leftpad is not taken off), a query by that of the new key at its index;
+        if the mask is full, by that of the first new key.
 
     alibi_slopes raise. There is no backward: a tensor that requires a gradient raises.
-    What lies in unused slots does not matter, be it NaN. On the GPU lengths and pages are not read on the host: a kernel checks
+    The contents of unused slots do not matter, not even NaN. On the GPU lengths and pages are not read on the host: a kernel checks
     them and, like PyTorch's device-side assertions, stops the CUDA context with a message. Nothing is written outside the cache.
 
     Returns out, (batch, new queries, q_heads, dim of v); (out, lse) with `return_softmax_lse`, lse as in flash_attn_func.

@@ -13,7 +13,7 @@ from ..call.tensor_checks import check_strided
 
 def with_rotary(call: CacheCall, cos: Tensor, sin: Tensor, interleaved: bool, whole: bool) -> CacheCall:
     """cos, sin: (positions, half of the dims that turn). interleaved: neighbouring dims are a pair; else those half of them apart.
-    whole: every query attends every key; then all queries turn as the first new key does.
+    whole: every query attends to every key; then all queries turn as the first new key does.
     """
     if not torch.compiler.is_compiling():
         check_cache(call)

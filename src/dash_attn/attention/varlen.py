@@ -70,18 +70,18 @@ def flash_attn_varlen_func(  # type: ignore[misc]  # positional choices are Flas
     """Attention of packed sequences. A sequence's bits are those of flash_attn_func on it alone.
 
     q is (q tokens, q_heads, dim), k and v are (KV tokens, kv_heads, dim). Sequence i has the query tokens
-    cu_seqlens_q[i] to cu_seqlens_q[i + 1], and likewise the key tokens; either may be none. The mask applies to each
+    cu_seqlens_q[i] to cu_seqlens_q[i + 1], and likewise the key tokens; either may be empty. The mask applies to each
     sequence. The arguments before block_table are FlashAttention-2's, the others those of flash_attn_func; a schedule is
     "auto" or, on the CPU, a name: each sequence is planned by its own lengths, so a Schedule fits none of them and raises.
 
-    mask may be a list with a mask for each sequence, boolean matrices too (docs/masks.md). Each is then a call of its own, and on a
+    mask may be a list with a mask for each sequence, boolean matrices too (docs/masks.md). Each is then a separate call, and on a
     GPU the host waits for the lengths.
 
     dropout_seed is (sequences,): each sequence drops the pairs that it drops alone with its seed. alibi_slopes are (q_heads,) or
     (sequences, q_heads).
 
     On the GPU the values of cu_seqlens are not read on the host, so the call does not wait for the GPU: they must
-    start at 0, not decrease, and end at the number of tokens. On the CPU this is checked. On the GPU a kernel looks at
+    start at 0, not decrease, and end at the number of tokens. On the CPU this is checked. On the GPU a kernel checks
     them and, like PyTorch's device-side assertions, stops the CUDA context with a message.
 
     block_table: int32 (sequences, entries). k and v are then pages, (pages, page size, kv_heads, dim), as in

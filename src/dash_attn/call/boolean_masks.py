@@ -1,6 +1,6 @@
 """The argument `mask` where it is a matrix: its pattern is planned, its elements are data.
 
-A matrix of numbers is taken where it is a boolean one: 0 where a query attends a key, -inf where not, as to be added to the scores.
+A matrix of numbers is taken where it is a boolean one: 0 where a query attends to a key, -inf where not, as to be added to the scores.
 """
 
 import threading
@@ -100,7 +100,7 @@ def _kept(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 def _refuse_number(numbers: Tensor) -> NoReturn:
     other = numbers[(numbers != 0) & (numbers != -torch.inf)][0].item()
-    raise ValueError(f"{NO_BIASES}: a mask tensor of numbers must have 0 where a query attends a key, and -inf elsewhere; got {other}")
+    raise ValueError(f"{NO_BIASES}: a mask tensor of numbers must have 0 where a query attends to a key, and -inf elsewhere; got {other}")
 
 
 def check_mask_tensor(mask: Tensor | BooleanMask, q: Tensor, k: Tensor) -> None:
@@ -109,7 +109,7 @@ def check_mask_tensor(mask: Tensor | BooleanMask, q: Tensor, k: Tensor) -> None:
         if type(mask).__name__ == "CausalBias":  # of torch.nn.attention.bias: a shape whose memory nobody has written
             raise ValueError("a mask tensor must have values, and PyTorch's CausalBias has none: causal_lower_right is causal=True here")
         if mask.dtype not in (torch.bool, *DTYPES):
-            raise ValueError(f"a mask tensor must be boolean, True where a query attends a key, or of 0 and -inf; got {mask.dtype}")
+            raise ValueError(f"a mask tensor must be boolean, True where a query attends to a key, or of 0 and -inf; got {mask.dtype}")
         refuse_learnt(mask)
         check_strided(**{"a mask tensor": mask})
         if mask.device != q.device and q.device.type != "meta":

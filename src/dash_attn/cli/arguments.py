@@ -35,8 +35,8 @@ COUNTS = {"heads": "KV heads", "group": "query heads per KV head", "batch": "seq
 COSTS: dict[str, tuple[Callable[[str], float], float, str]] = {
     "compute": (number, 1.0, "compute time of a task"),
     "reduce": (number, 0.3, "reduce time of a task"),
-    "overlap": (whole(0), 0, "reduces that may go on behind computes"),
-    "latency": (number, 0.0, "least time between two reduces of a dQ tile"),
+    "overlap": (whole(0), 0, "reduces that may run in the background"),
+    "latency": (number, 0.0, "minimum time between two reduces of a dQ tile"),
     "startup": (number, 0.0, "time to start a chain"),
 }
 WITH_RANKS: dict[str, Any] = {"sharding": "zigzag", "hop_latency": 10.0, "bandwidth": 400.0}  # what is taken if nothing is said
@@ -69,14 +69,14 @@ def _add_machine(group: Any) -> None:
     for name, (read, default, meaning) in COSTS.items():
         group.add_argument(f"--{name}", type=read, metavar="TIME" if read is number else "N", help=f"{meaning} (default: {default:g})")
     group.add_argument("--machine", metavar="FILE", help=f"a file that `dash-attn calibrate` wrote, or {', '.join(SHIPPED)}")
-    head_dim_help = "which constants of --machine are meant, and what --measured runs (default: 128)"
+    head_dim_help = "selects constants of --machine, and what --measured runs (default: 128)"
     group.add_argument("--head-dim", type=whole(), metavar="N", help=head_dim_help)
 
 
 def _add_ranks(group: Any) -> None:
-    group.add_argument("--ranks", type=whole(), metavar="P", help="how many share the sequence")
+    group.add_argument("--ranks", type=whole(), metavar="P", help="number of ranks that share the sequence")
     group.add_argument("--sharding", choices=SHARDINGS, help=f"who has which rows (default: {WITH_RANKS['sharding']})")
-    hop_help = f"microseconds from rank to rank, besides the transfer (default: {WITH_RANKS['hop_latency']:g})"
+    hop_help = f"microseconds from rank to rank, without the transfer (default: {WITH_RANKS['hop_latency']:g})"
     group.add_argument("--hop-latency", type=number, metavar="N", help=hop_help)
     bandwidth_help = f"GB per second that a rank can send (default: {WITH_RANKS['bandwidth']:g})"
     group.add_argument("--bandwidth", type=positive, metavar="N", help=bandwidth_help)
@@ -115,7 +115,7 @@ def check_tasks(problem: Problem) -> None:
     """Refuse before the work what is too large to simulate, and say what would fit."""
     coarse = _with_larger_tiles(problem, 8)  # a map that is made quickly; where it keeps a whole tile, all 64 in it are kept
     copies = problem.heads * problem.group * problem.batch
-    if 64 * np.count_nonzero(coarse.tile_map == FULL) * copies <= MOST_TASKS and problem.tasks <= MOST_TASKS:
+    if 64 * int(np.count_nonzero(coarse.tile_map == FULL)) * copies <= MOST_TASKS and problem.tasks <= MOST_TASKS:
         return
     smaller = _with_larger_tiles(problem, 2)
     while smaller.tasks > MOST_TASKS and smaller.q_tiles * smaller.kv_tiles > 1:

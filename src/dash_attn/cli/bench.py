@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..tools.bench.report import Table
 
 REPEATS = 30
-HELP = "time forward and backward beside PyTorch's own on this GPU"
+HELP = "compare the speed of forward and backward with PyTorch's on this GPU"
 TEXT = "Times our kernels and PyTorch's, interleaved in one process. A kernel that fails its check gets no figure."
 EXAMPLES = """examples:
   dash-attn bench
@@ -44,10 +44,10 @@ def add_options(parser: argparse.ArgumentParser, output: Path) -> None:
     parser.add_argument("--head-dims", type=numbers, metavar="N,N", help="these head dims instead of the suite's")
     parser.add_argument("--masks", type=words, metavar="NAME,NAME", help="these masks instead of the suite's")
     parser.add_argument("--repeats", type=whole(), default=REPEATS, metavar="N", help=f"timed runs of each kernel (default: {REPEATS})")
-    passes_help = f"of {', '.join(PASSES)} (default: both)"
+    passes_help = f"some of {', '.join(PASSES)} (default: both)"
     parser.add_argument("--passes", type=words, default=PASSES, metavar="NAME,NAME", help=passes_help)
     parser.add_argument("--schedules", action="store_true", help="also time the backward of every schedule")
-    backend_help = "which kernels of ours (default: auto, as calls choose it)"
+    backend_help = "which of our kernels (default: auto, as calls choose it)"
     parser.add_argument("--backend", choices=GPU_BACKENDS, default="auto", help=backend_help)
     parser.add_argument("--no-peers", action="store_true", help="only our kernels")
     parser.add_argument("--output", type=Path, default=output, metavar="DIR", help=f"where results go (default: {output})")

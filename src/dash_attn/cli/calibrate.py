@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 HELP = "fit the simulator's constants to this machine"
 TEXT = """Runs a few schedules of the attention backward, records when their tasks ran, and fits the constants of the simulator to
 the times: compute, reduce, hand-over latency and start of a chain. On a GPU they are those of the kernel; on the CPU those
-of the executor in threads, which share the processors with everything else and repeat far less exactly."""
+of the executor in threads, which share the processors with everything else, so their times vary far more."""
 EXAMPLES = """examples:
   dash-attn calibrate --output machine.json
   dash-attn plan --seqlen 8192 --heads 16 --machine machine.json --gantt predicted.png

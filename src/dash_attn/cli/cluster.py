@@ -1,7 +1,7 @@
 """`dash-attn plan --ranks P`: one sequence on several ranks, beside ring attention and Ulysses."""
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import NamedTuple
 
 from ..formats import PLANS
@@ -22,7 +22,7 @@ from ..simulation.cluster import (
     ulysses,
 )
 from ..viewing.words import bytes_in_words, counted, describe_cluster, describe_machine, describe_problem, figures_of_ranks
-from .arguments import COSTS, DEFAULT_HEAD_DIM, WITH_RANKS, either, read_machine, read_problem, read_schedules, refuse
+from .arguments import COSTS, DEFAULT_HEAD_DIM, WITH_RANKS, check_tasks, either, read_machine, read_problem, read_schedules, refuse
 from .table import Report, progress_bar
 
 COLUMNS = ("", "makespan us", "efficiency", "hops", "sent forward", "sent backward", "states waiting")
@@ -118,6 +118,7 @@ def _share(arguments: argparse.Namespace, problem: Problem, cluster: Cluster) ->
         raise ValueError(f"--ranks takes one schedule; name it with --schedule (got {len(names)})")
     sharding = Sharding.named(arguments.sharding, problem.q_len, arguments.ranks)
     sharding.check(problem)  # before the work
+    check_tasks(problem if arguments.model == "tiles" else replace(problem, heads=1, group=1, batch=1))
     schedule = generate(names[0], problem, cluster.workers)
     return share(schedule, sharding, either(arguments.heads_together, heads_that_fill(schedule, sharding, cluster.workers)))
 

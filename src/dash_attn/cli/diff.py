@@ -32,11 +32,11 @@ exit code:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help="folder of a run, or the file of one rank")
     parser.add_argument("b", metavar="B", help="the run to compare it with")
-    partial_help = "a run that is shorter, or has less detail, may agree (exit code 0): a job that runs, a window recorded again"
+    partial_help = "accept a run that is shorter or has less detail (exit code 0): a job that still runs, a window recorded again"
     parser.add_argument("--partial", action="store_true", help=partial_help)
-    parser.add_argument("--rank", type=whole(0), metavar="N", help="compare this rank alone; the verdict is of it alone, too")
+    parser.add_argument("--rank", type=whole(0), metavar="N", help="compare this rank alone; the verdict is for it alone")
     parser.add_argument("--first", action="store_true", help="stop at the first difference: quicker, and later steps are not counted")
-    parser.add_argument("--json", action="store_true", help="print the comparison as JSON, errors too")
+    parser.add_argument("--json", action="store_true", help="print the comparison, and errors, as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:

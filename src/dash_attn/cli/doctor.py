@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 HELP = "find settings that break reproducibility in this environment"
 TEXT = "Looks for settings that make training runs differ. Exit code 0: nothing found; 1: an error or a warning."
 OWN_PROCESS = (
-    "This command runs in a process of its own: it sees variables, versions and hardware. Switches of PyTorch that a training script\n"
-    "sets are seen only from inside it: call dash_attn.doctor(show=True) there. Here they are PyTorch's defaults, and listed as info."
+    "This command runs in its own process: it sees variables, versions and hardware. Switches of PyTorch that a training script sets\n"
+    "can be seen only from inside it: call dash_attn.doctor(show=True) there. Here they have PyTorch's defaults, and are listed as info."
 )
 
 

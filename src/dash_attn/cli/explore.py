@@ -27,7 +27,7 @@ from .table import progress_bar, watched_by
 
 HELP = "look at schedules, or at where two runs part, on a local page"
 TEXT = (
-    "Serves a page, to this machine alone, that shows schedules. It takes the arguments of `dash-attn plan`."
+    "Serves a page that shows schedules, to this machine only. It takes the arguments of `dash-attn plan`."
     " With --ledgers it shows where two training runs part."
 )
 EXAMPLES = """examples:

@@ -2,6 +2,8 @@
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -45,8 +47,18 @@ def check_picture(flag: str, path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    path.write_text(text + "\n", encoding="utf-8")
+    with named_in_errors(path):
+        path.write_text(text + "\n", encoding="utf-8")
     say_written(path)
+
+
+@contextmanager
+def named_in_errors(path: Path) -> Iterator[None]:
+    """An error while a file is written, such as that of a full disk, names no file."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def say_written(path: Path) -> None:

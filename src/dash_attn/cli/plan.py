@@ -34,7 +34,7 @@ from .arguments import (
 )
 from .cluster import plan_ranks
 from .device import choose
-from .files import check_files, say_written, write_text
+from .files import check_files, named_in_errors, say_written, write_text
 from .table import Refusals, Report, print_report, progress_bar
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ def _write_files(arguments: argparse.Namespace, planned: Planned) -> None:
 
         traced: list[Timeline | Recorded] = [run.timeline for run in runs]
         traced += [Recorded(run.timeline.schedule, run.measured) for run in runs if run.measured is not None]
-        with progress_bar("writing the trace", planned.problem.tasks * len(traced)) as progress:
+        with named_in_errors(arguments.trace), progress_bar("writing the trace", planned.problem.tasks * len(traced)) as progress:
             write_trace(traced, arguments.trace, progress)
         say_written(arguments.trace)
     if arguments.save is not None:

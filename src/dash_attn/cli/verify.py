@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..masks import MASK_FORMS
+from ..scheduling.schedule import Schedule
 from .device import BACKENDS, choose_served
 from .files import check_files, write_text
 from .parser import numbers, whole
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 RUNS = {"cpu": 4, "cuda": 50}
 SHAPE = ("seqlen", "heads", "kv_heads", "head_dim", "batch", "mask", "dtype", "schedule")
 HELP = "test on this machine that bits do not change; write a certificate"
-TEXT = """Runs attention again and again and compares every bit: repeated, interleaved differently, beside other work, in other batches,
-through a cache token by token, in fresh processes that compile everything anew. Memory is poisoned before every run.
-Exit code 0: all bits agree, and those of the controls differ; 1: otherwise."""
+TEXT = """Runs attention again and again and compares every bit: repeated, interleaved differently, under load, in other batches,
+through a cache token by token, in fresh processes that compile everything again. Memory is poisoned before every run.
+Exit code 0: all bits agree, and those of the controls differ; 1: they do not."""
 EXAMPLES = """examples:
   dash-attn verify --output here.json
   dash-attn verify --against here.json
@@ -34,15 +35,15 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_shape(parser.add_argument_group("shape", "any of these replaces the default matrix by one case"))
+    _add_shape(parser.add_argument_group("shape", "any of these replaces the default cases with one case"))
     runs_help = f"runs of each case (default: {RUNS['cpu']} on the CPU, {RUNS['cuda']} on a GPU)"
     parser.add_argument("--runs", type=whole(2), metavar="N", help=runs_help)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU that a backend serves, else cpu")
     backend_help = "which kernels to test (default: auto, as calls choose it)"
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help=backend_help)
     ranks_help = (
-        "also share each sequence between as many ranks, which one process plays: the bits must be those of one rank."
-        " The default cases are then longer, so that chunks of it fit"
+        "also share each sequence between this many ranks, all played by one process: the bits must be those of one rank."
+        " The default cases are then lengthened to whole chunks"
     )
     parser.add_argument("--ranks", type=_ranks, default=(), metavar="N,N,...", help=ranks_help)
     parser.add_argument("--no-fresh", dest="fresh", action="store_false", help="do not compare with fresh processes")
@@ -124,6 +125,10 @@ def _read_schedule(name: str) -> str:
     if not name.endswith(".json"):
         return name
     try:
-        return Path(name).read_text(encoding="utf-8")
+        text = Path(name).read_text(encoding="utf-8")
+        Schedule.from_json(text)
     except OSError as error:
         raise ValueError(f"--schedule: cannot read {name}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"--schedule: {name} is not a schedule, as `dash-attn plan --save` writes it: {error}") from None
+    return text

@@ -1,4 +1,4 @@
-"""Queries that attend what a cache of transformers holds: with the bits of a training forward on the whole sequence.
+"""Queries that attend to what a cache of transformers holds: with the bits of a training forward on the whole sequence.
 
 The layer has joined its new keys to the cache's. Of a static cache it gets all slots, those in use first; of a cache that keeps a
 window, what is left. KV tiles are cut by position, so the position of the first key goes along.
@@ -46,7 +46,7 @@ def goes_to_cache(q: Tensor, k: Tensor, v: Tensor, given: LayerMask, sinks: Tens
     if dropped and given.windows == (None,) and q.shape[1] > 1:
         raise NotImplementedError(
             f"dash_attn got a mask without a window, and a cache that dropped the keys before position {given.first_position}: one new"
-            " token at a time attends what is left"
+            " token at a time attends to what is left"
         )
     # Padded rows get there with one query, or with none that is padding: places_in_cache refuses others.
     few = q.shape[1] < given.keys and q.shape[1] <= (FEW_QUERIES if given.padding is None else 1)
@@ -62,7 +62,7 @@ def attend_to_cache(q: Tensor, k: Tensor, v: Tensor, given: LayerMask, options: 
     if given.places is not None:
         places |= {name: numbers.to(q.device) for name, numbers in given.places.items()}
     mask = given.mask
-    if given.first_position and isinstance(mask, Causal):  # the one query attends what is left, also in Moshi, which has no window
+    if given.first_position and isinstance(mask, Causal):  # the one query attends to what is left, also in Moshi, which has no window
         mask = Window(given.keys - 1, 0)
     out: Tensor = flash_attn_with_kvcache(q, k, v, **places, **_mask_arguments(mask), **options)
     return out

@@ -77,13 +77,13 @@ class Padding:
         self._surely_itself = _looks_back(mask)
 
     def offsets(self, layer: type) -> SequenceOffsets:
-        """Causal layers attend themselves. Other ones may attend the padded tokens of another model part: then all queries count."""
+        """Causal layers attend to themselves. Other ones may attend to the padded tokens of another model part: then all queries count."""
         if self._rows is not None and (self._surely_itself or attends_itself(layer)):
             return self._rows
         if self._keys is None:
             raise NotImplementedError(
-                f"dash_attn supports padding under a window that looks ahead where a layer attends its own tokens only; {layer.__name__}"
-                " may attend others"
+                f"dash_attn supports padding under a window that looks ahead where a layer attends to its own tokens only; {layer.__name__}"
+                " may attend to others"
             )
         return self._keys
 
@@ -130,7 +130,7 @@ attends_itself._dynamo_marked_constant = True  # type: ignore[attr-defined] # as
 def _offsets(kept: Tensor, q_len: int, itself: bool) -> SequenceOffsets:
     """Per row: the queries before, the keys before, the sequence. At last, those behind.
 
-    itself: rows attend themselves, and the queries are the last `q_len` of the keys' tokens. If not, the queries are other tokens, none
+    itself: rows attend to themselves, and the queries are the last `q_len` of the keys' tokens. If not, the queries are other tokens, none
     of them padded.
     """
     first, end, known = _stretches(kept)

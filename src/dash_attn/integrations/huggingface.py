@@ -88,7 +88,7 @@ def enable() -> AbstractContextManager[object]:
 
 
 def disable() -> None:
-    """transformers does not know "dash_attn" any more, however often `enable()` was called. Models that have it raise."""
+    """Removes "dash_attn" from transformers, however often `enable()` was called. Models that use it then raise."""
     DOOR.close()
 
 
@@ -109,7 +109,7 @@ def attention(
     """Attention of (batch, heads, length, dim) tensors -> (batch, length, heads, dim).
 
     attention_mask: what `mask_for` returned, or a matrix of the caller's, 4-d, boolean or of 0 and -inf. Without one every query
-    attends every key, and the layer must say that it is not causal (`is_causal=False`, or the module's).
+    attends to every key, and the layer must say that it is not causal (`is_causal=False`, or the module's).
     s_aux: attention sinks, one logit per query head.
     dropout: of the weights, with seeds from PyTorch's generator, one per sequence or document.
     Of a cache's keys those in use are attended (`_caches.py`).
@@ -162,7 +162,7 @@ def _packed_offsets(given: LayerMask, batch: int, arguments: dict[str, Any]) -> 
     if offsets is None and "position_ids" in arguments and not given.documents_are_known and not looks_ahead:
         offsets = _positions.offsets(arguments["position_ids"], batch, given.first_position + given.keys)
     if offsets is not None and noted.get("has_cache"):
-        raise NotImplementedError("dash_attn does not support packed documents with a cache, whose next tokens would attend all of them")
+        raise NotImplementedError("dash_attn does not support packed documents with a cache, whose next tokens would attend to all of them")
     if offsets is not None and isinstance(given.mask, Documents) and given.offsets is None:
         _check_chunks(given.mask, offsets)
         return None
@@ -186,12 +186,12 @@ def _check_chunks(mask: Documents, offsets: SequenceOffsets) -> None:
 
 
 def _mask_without_one(module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None, sliding_window: int | None) -> LayerMask:
-    """A layer without a mask attends everything, as eager attention does: vision towers, cross attention."""
+    """A layer without a mask attends to everything, as eager attention does: vision towers, cross attention."""
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if sliding_window is not None or (causal is not False and query.shape[2] > 1):
         raise ValueError(
             f"dash_attn got no mask from {type(module).__name__} (is_causal={causal}, sliding_window={sliding_window});"
-            " without one every query attends every key, which only a layer with is_causal=False and no sliding_window can mean"
+            " without one every query attends to every key, which only a layer with is_causal=False and no sliding_window can mean"
         )
     return LayerMask(Full(), (query.shape[2], key.shape[2]))
 
@@ -306,7 +306,7 @@ def mask_for(
     attention_mask: Tensor | LayerMask | None = None,
     **kwargs: Any,
 ) -> LayerMask:
-    """The mask that `mask_function` describes. Never None: code that is not ours would read that as "attend everything"."""
+    """The mask that `mask_function` describes. Never None: code that is not ours would read that as "attend to everything"."""
     if isinstance(attention_mask, LayerMask):  # `generate` made it ahead
         attention_mask.check(q_length, kv_length)
         return attention_mask

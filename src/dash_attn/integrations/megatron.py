@@ -44,8 +44,8 @@ class DashCoreAttention(nn.Module):
     """Attention between the projections of a Megatron-Core layer, with Megatron's arguments.
 
     Every tensor-parallel rank computes the bits that its heads have in the unsharded model: `head_offset` comes from the rank.
-    Dropout draws its seeds from PyTorch's generator, outside of Megatron's tensor-parallel one, so ranks of a tensor drop as one would.
-    What Megatron asks for and cannot be honoured raises, configurations when the layer is built.
+    Dropout draws its seeds from PyTorch's generator, not from Megatron's tensor-parallel one, so tensor-parallel ranks drop as one would.
+    What cannot be done raises; if a configuration asks for it, when the layer is built.
     """
 
     def __init__(

@@ -39,13 +39,13 @@ def enable(**options: Any) -> AbstractContextManager[object]:
     DeviceMesh of one dimension) each call is one of context_parallel_attention: query, key and value are this rank's rows of a
     sequence that the group shares, dealt by `sharding`, with the factor `ulysses`. With context_parallel="torch" the block is around
     PyTorch's own context_parallel (or Accelerate's), which then calls us: its mesh is the group, and it deals the rows. Calls
-    outside its block are plain ones.
+    outside its block are plain calls.
 
     nn.MultiheadAttention and nn.Transformer's layers call the function in evaluation, too: PyTorch's fast paths around it are switched off
-    meanwhile. With need_weights=True multi_head_attention_forward, which they call, computes attention by itself: that is warned about.
+    meanwhile. With need_weights=True multi_head_attention_forward, which they call, computes attention by itself; a warning says so.
 
-    Code that imported the function by name before keeps PyTorch's. Blocks nest. The name is one for the whole process: other threads
-    also see the replacement, so enter and leave blocks on one thread. Gradients may be taken after the block.
+    Code that imported the function by name before keeps PyTorch's. Blocks nest. The replacement holds for the whole process: other threads
+    also see it, so enter and leave blocks on one thread. Gradients may be taken after the block.
     """
     _check_options(options)
     check_block(options.get("context_parallel"), options.get("sharding", "zigzag"))
@@ -54,7 +54,7 @@ def enable(**options: Any) -> AbstractContextManager[object]:
 
 
 def disable() -> None:
-    """PyTorch's own function again, however often `enable()` was called."""
+    """Restores PyTorch's own function, however often `enable()` was called."""
     DOOR.close()
 
 
@@ -69,14 +69,14 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     **options: Any,
 ) -> Tensor:
-    """PyTorch's arguments and layout (batch, heads, length, head dim), our bits.
+    """PyTorch's arguments and layout (batch, heads, length, head dim), with our bits.
 
     As in PyTorch, `is_causal` aligns the first query with the first key, with `enable_gqa` there may be more query
     heads than KV heads, autocast casts the tensors, and the output of contiguous queries is contiguous. Tensors have at
     least two dimensions; key and value may have 1 where the query has more sequences or heads. attn_mask is boolean, or of
     0 and -inf, and broadcasts to (batch, heads, length, length of key), as in PyTorch, or it is one of
-    torch.nn.attention.bias. A query that attends nothing has output 0 (docs/masks.md). Other biases raise.
-    As in PyTorch, dropout_p drops whenever it is not 0. Seeds come from PyTorch's generator, but the pairs are ours (docs/dropout.md).
+    torch.nn.attention.bias. A query that attends to nothing has output 0 (docs/masks.md). Other biases raise.
+    As in PyTorch, dropout_p drops whenever it is not 0. Seeds come from PyTorch's generator; our rule picks the pairs (docs/dropout.md).
     """
     _check_options(options)
     _refuse(dropout_p, scale, is_causal=is_causal, enable_gqa=enable_gqa)
@@ -95,7 +95,7 @@ def scaled_dot_product_attention(
     q_len, kv_len = q.shape[1], k.shape[1]
     if _is_first_aligned(attn_mask, q_len, kv_len):
         attn_mask, is_causal = None, True
-    if is_causal and kv_len > q_len:  # no query attends the keys after the last query
+    if is_causal and kv_len > q_len:  # no query attends to the keys after the last query
         k, v = k[:, :q_len], v[:, :q_len]
     mask = _mask(attn_mask, batch) if attn_mask is not None else _first_aligned(q_len, kv_len) if is_causal else Full()
     attend = flash_attn_func if options.get("context_parallel") is None else _attend_on_all_ranks
@@ -194,7 +194,7 @@ def _others_hear(context_parallel: Any, *arguments: Any) -> AbstractContextManag
 
 
 def _first_aligned(q_len: int, kv_len: int) -> Mask:
-    """Query i attends keys 0 to i. Our masks align the last query with the last key, which matters if there are more queries."""
+    """Query i attends to keys 0 to i. Our masks align the last query with the last key, which matters if there are more queries."""
     return Window(-1, q_len - kv_len) if q_len > kv_len else Causal()
 
 
@@ -215,7 +215,7 @@ def _check_mask(attn_mask: Any, is_causal: bool, context_parallel: Any) -> None:
     if not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask must be a boolean tensor or None; got {type(attn_mask).__name__}")
     if attn_mask.dtype not in (torch.bool, *DTYPES):
-        raise ValueError(f"attn_mask must be boolean, True where a query attends a key, or of 0 and -inf; got {attn_mask.dtype}")
+        raise ValueError(f"attn_mask must be boolean, True where a query attends to a key, or of 0 and -inf; got {attn_mask.dtype}")
     if is_causal:
         raise ValueError("give either attn_mask or is_causal=True, as PyTorch's documentation asks; got both")
     if context_parallel is not None:

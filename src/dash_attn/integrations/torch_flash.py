@@ -35,10 +35,10 @@ DOOR = Door("integrations.torch_flash")
 def enable() -> AbstractContextManager[object]:
     """Answer PyTorch's flash operators on CUDA tensors: until `disable()`, or with this as a context manager inside its block.
 
-    scaled_dot_product_attention's other kernels are switched off meanwhile (also for CPU tensors), because it would take
-    them silently where flash does not serve a call: such a call raises instead. So are the fast paths of nn.MultiheadAttention and
-    nn.Transformer's layers in evaluation, which call neither. Weights that nn.MultiheadAttention computes are warned about.
-    torch.nn.attention.sdpa_kernel still chooses others in a block of its own.
+    scaled_dot_product_attention's other kernels are switched off meanwhile (also for CPU tensors), because it would silently
+    use them for calls that flash does not support: such a call raises instead. So are the fast paths of nn.MultiheadAttention and
+    nn.Transformer's layers in evaluation, which call neither. A warning says where nn.MultiheadAttention computes weights.
+    torch.nn.attention.sdpa_kernel still chooses others in its own block.
     """
     if not _is_listed():
         raise RuntimeError(
@@ -49,7 +49,7 @@ def enable() -> AbstractContextManager[object]:
 
 
 def disable() -> None:
-    """What was active before the first `enable()`, as a rule PyTorch's own flash attention, and the kernels that were switched on then."""
+    """Restores what was active before the first `enable()`: normally PyTorch's own flash attention, and the kernels switched on then."""
     DOOR.close()
 
 

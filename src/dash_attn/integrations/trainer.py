@@ -19,7 +19,7 @@ BEGINS_FIRST = "a trainer calls on_train_begin before any step"
 def ledger_callback(folder: str | os.PathLike[str], **options: Any) -> TrainerCallback:
     """A callback that records every step of a training in a ledger. The options are those of `dash_attn.ledger`.
 
-    The batch is what the model is called with, the loss what it returns. A training that resumes from a checkpoint appends to the
+    The batch is what the model is called with, the loss is what it returns. A run that resumes from a checkpoint appends to the
     ledger in `folder`.
     """
     from transformers import TrainerCallback

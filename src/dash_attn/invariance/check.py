@@ -55,7 +55,7 @@ class Report(NamedTuple):
 
 def check(model: nn.Module) -> Report:
     """What holds for each module inside `enable()`, what it costs, and what is not covered. On a GPU products are probed now, so that
-    the first forward need not. Goes by classes and by what their code names: what a forward does in other ways it cannot see."""
+    the first forward need not. It goes by classes and by the names in their code; it cannot see what a forward does in other ways."""
     with enable():
         return Report(tuple(found for name, module in model.named_modules() for found in _findings(name or "the model", module)))
 

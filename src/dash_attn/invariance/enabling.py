@@ -13,10 +13,10 @@ DOOR = Door("invariance")
 
 def enable() -> AbstractContextManager[object]:
     """From now on a row's result in the forward of a model depends on that row alone: until `disable()`, or with this as a context manager
-    inside its block. So does the gradient of a product's input; gradients of weights are summed as ever.
+    inside its block. The same holds for the gradient with respect to a product's input; gradients of weights are summed as usual.
 
-    Functions of PyTorch are replaced, for the whole process: enter and leave blocks on one thread. Settings come back at the end, also
-    after errors. Compiled programs run eagerly inside, because inductor cuts sums by size. What cannot be promised raises.
+    Functions of PyTorch are replaced, for the whole process: enter and leave blocks on one thread. Settings are restored at the end, also
+    after errors. Compiled programs run eagerly inside, because inductor splits sums by size. What cannot be promised raises.
     """
     get_overridable_functions()  # PyTorch makes this list once: made from now on, it would have our functions in it for good
     changes = [*products.changes(), *norms.changes()]
@@ -27,5 +27,5 @@ def enable() -> AbstractContextManager[object]:
 
 
 def disable() -> None:
-    """PyTorch's functions and settings as they were, however often `enable()` was called."""
+    """Restores PyTorch's functions and settings, however often `enable()` was called."""
     DOOR.close()

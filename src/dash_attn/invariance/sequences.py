@@ -44,8 +44,8 @@ def per_sequence(model: nn.Module, accumulator: TreeAccumulator, sequences: Tens
     """For the forward and the backward of one micro-batch, inside `enable()`. Each sequence is a micro-batch of the accumulator, whose
     `finish` sets `.grad`: `TreeAccumulator(micro_batches=sequences of a step)`.
 
-    sequences: the attention mask (batch, length) of a padded batch, or the lengths of sequences packed in one row. Padding must have no
-        part in the loss. A loss is a sum over sequences, divided by nothing that the micro-batch decides.
+    sequences: the attention mask (batch, length) of a padded batch, or the lengths of sequences packed in one row. Padding must not
+        enter the loss. A loss must be a sum over sequences, not divided by anything that depends on the micro-batch.
     """
     if not DOOR.is_open:
         raise RuntimeError("per_sequence keeps its promise inside dash_attn.invariance.enable() only")

@@ -16,7 +16,7 @@ BITS = 32  # of a random number
 
 
 def log_probs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
-    """Of tokens (...), given logits (..., vocabulary), in float32. The same for sampling and training, and it has a gradient."""
+    """Log-probabilities of tokens (...), given logits (..., vocabulary), in float32. The same for sampling and training; differentiable."""
     if logits.shape[:-1] != tokens.shape:
         raise ValueError(
             f"logits must have the shape of the tokens and one dimension more; got {tuple(logits.shape)} for {tuple(tokens.shape)}"

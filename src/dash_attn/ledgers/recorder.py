@@ -40,8 +40,8 @@ def ledger(
 
     folder: has one file per rank. Two processes cannot write to one file, and a run is not overwritten.
     detail: steps at which inputs and outputs of every module are recorded too, forward and backward: a range, a set, or True for all.
-    keep: how many first elements of every tensor are kept at these steps, so that `diff` can show values.
-    view: what of inputs and outputs of modules is recorded at these steps, as a function of the tensor: one row of many, for example.
+    keep: how many of the first elements of every tensor are kept at these steps, so that `diff` can show values.
+    view: which part of inputs and outputs of modules is recorded at these steps, as a function of the tensor: for example, one row of many.
     optimizer_every: at which steps the optimizer's state is recorded; also at those of `detail`.
     resume_from: the number of the first step, for a run that continues from a checkpoint. Appends to the ledger in `folder`, if any.
     rank: whose file it is; by default the rank in torch.distributed, or in the environment variable RANK.
@@ -65,7 +65,7 @@ def ledger(
 class Ledger:
     """Made by `dash_attn.ledger`. Call `step` once per step, after the backward and the update, before gradients are set to zero.
 
-    On a GPU the record of a step is written when the next one is recorded, or at the end, so that nobody waits for the device.
+    On a GPU the record of a step is written when the next one is recorded, or at the end, so that the host never waits for the device.
     """
 
     def __init__(self, file: LedgerFile, detail: Steps, keep: int, optimizer_every: int, first_step: int, view: View | None = None) -> None:

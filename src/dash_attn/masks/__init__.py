@@ -1,4 +1,4 @@
-"""Which query attends which key. rules.py: masks that a few numbers describe. The others: any boolean matrix (docs/masks.md)."""
+"""Which query attends to which key. rules.py: masks that a few numbers describe. The others: any boolean matrix (docs/masks.md)."""
 
 from .block_mask import from_block_mask as from_block_mask
 from .boolean_mask import BooleanMask as BooleanMask

@@ -10,9 +10,9 @@ from .boolean_mask import BitMatrix, BooleanMask
 
 
 def from_block_mask(block_mask: Any) -> BooleanMask:
-    """What FlexAttention would attend: all of the full blocks, and of the partial ones what mask_mod says.
+    """What FlexAttention would attend to: all of the full blocks, and of the partial ones what mask_mod says.
 
-    Without a batch or head dimension in the BlockMask (B=None, H=None), the mask is one for all. mask_mod is asked once, here, with
+    Without a batch or head dimension in the BlockMask (B=None, H=None), one mask serves all. mask_mod is called once, here, with
     torch.vmap as FlexAttention does: a table that it reads may change later without effect. On a GPU this waits for the device.
     """
     missing = [name for name in ("mask_mod", "kv_num_blocks", "kv_indices", "seq_lengths", "BLOCK_SIZE") if not hasattr(block_mask, name)]
@@ -24,7 +24,7 @@ def from_block_mask(block_mask: Any) -> BooleanMask:
 
 
 def _check_rows(block_mask: Any) -> None:
-    """A BlockMask that is sliced along queries keeps its lengths, so rows that it does not list would attend nothing."""
+    """A BlockMask that is sliced along queries keeps its lengths, so rows that it does not list would attend to nothing."""
     q_len, rows = block_mask.seq_lengths[0], block_mask.kv_num_blocks.shape[-1]
     needed = -(-q_len // block_mask.BLOCK_SIZE[0])
     if rows != needed:

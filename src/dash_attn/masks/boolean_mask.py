@@ -173,10 +173,10 @@ def _blocks_of(rows: NDArray[np.uint64], columns: int) -> NDArray[np.uint8]:
 
 
 class BooleanMask:
-    """Query i attends key j iff `matrix[..., i, j]`. The shape is (q_len, kv_len), or broadcasts to (batch, query heads, q_len, kv_len).
+    """Query i attends to key j iff `matrix[..., i, j]`. The shape is (q_len, kv_len), or broadcasts to (batch, query heads, q_len, kv_len).
 
-    flash_attn_func takes it as `mask=`, and a boolean tensor as well. What is made here is read and planned once: make it once where
-    many calls have one mask. It keeps its own bits, so a later change of the matrix has no effect. `nbytes` says how many bytes it has.
+    flash_attn_func takes it as `mask=`, and a boolean tensor as well. It is read and planned once: make it once if
+    many calls have the same mask. It keeps its own bits, so a later change of the matrix has no effect. `nbytes` is its size.
     """
 
     def __init__(self, matrix: Any) -> None:

@@ -39,12 +39,12 @@ LETTERS = ".+#"  # of a block in JSON: empty, partial, full
 def parse_mask(text: str, unit: int = 1) -> Mask:
     """Read a mask as it prints. Lengths are multiplied by `unit` (tokens per KV tile, when they are given in tiles)."""
     word, _, argument = text.strip().partition(":")
+    if word not in FORMS:
+        raise ValueError(f"unknown mask {text!r}; masks are written {MASK_FORMS}{did_you_mean(word, FORMS)}")
     try:
         numbers = [int(number) for number in argument.split(",")] if argument else []
     except ValueError:
-        raise ValueError(f"mask {text!r}: lengths must be whole numbers; masks are written {MASK_FORMS}") from None
-    if word not in FORMS:
-        raise ValueError(f"unknown mask {text!r}; masks are written {MASK_FORMS}{did_you_mean(word, FORMS)}")
+        raise ValueError(f"mask {text!r}: lengths must be whole numbers, as in {word}{FORMS[word].usage}") from None
     if not FORMS[word].takes(numbers):
         raise ValueError(f"mask {text!r} is written {word}{FORMS[word].usage}")
     return FORMS[word].make(*(number if number < 0 else number * unit for number in numbers))

@@ -22,7 +22,7 @@ Bounds = tuple[Ints, Ints]  # first, and end
 
 
 class Mask(ABC):
-    """A rule for which query attends which key.
+    """A rule for which query attends to which key.
 
     sides: how many keys before its own position a query attends, and how many after it; -1 means no limit on that side. None: the keys
     that it attends do not lie around its position.
@@ -103,7 +103,7 @@ class Band(IntervalMask):
 
 @dataclass(frozen=True)
 class Full(Band):
-    """Every query attends every key."""
+    """Every query attends to every key."""
 
     sides = -1, -1
 
@@ -113,7 +113,7 @@ class Full(Band):
 
 @dataclass(frozen=True)
 class Causal(Band):
-    """A query attends itself and what is before it; the last query is aligned with the last key."""
+    """A query attends to itself and what is before it; the last query is aligned with the last key."""
 
     sides = -1, 0
 
@@ -123,7 +123,7 @@ class Causal(Band):
 
 @dataclass(frozen=True)
 class Window(Band):
-    """A query attends `left` keys before its own position and `right` after it; -1 means no limit on that side."""
+    """A query attends to `left` keys before its own position and `right` after it; -1 means no limit on that side."""
 
     left: int
     right: int
@@ -140,7 +140,7 @@ class Window(Band):
 
 @dataclass(frozen=True)
 class Documents(IntervalMask):
-    """Documents packed in one sequence: a query attends its own document, causally unless `causal=False`."""
+    """Documents packed in one sequence: a query attends to its own document, causally unless `causal=False`."""
 
     lengths: tuple[int, ...]
     causal: bool = True
@@ -170,7 +170,7 @@ class Documents(IntervalMask):
 
 @dataclass(frozen=True)
 class Prefix(IntervalMask):
-    """Prefix-LM: the first `length` keys are seen by every query, the others causally."""
+    """Prefix-LM: every query attends to the first `length` keys, and to the others causally."""
 
     length: int
 
@@ -230,7 +230,7 @@ class BlockMap(Mask):
 
 
 class TileMap(BlockMap):
-    """Any boolean map of blocks: query i attends key j iff `blocks[i // block_q, j // block_kv]`.
+    """Any boolean map of blocks: query i attends to key j iff `blocks[i // block_q, j // block_kv]`.
 
     The blocks of the mask need not be the tiles of the kernel: a tile that straddles blocks is partial.
     """

@@ -75,7 +75,7 @@ class Machine:
 
     compute: the matrix products of a task.
     reduce: adding its partial result to dQ.
-    overlap: finished tiles a worker may hold while their reduces go on behind the computes; 0 means it reduces itself.
+    overlap: finished tiles a worker may hold while they are reduced in the background; 0 means it reduces them itself.
     latency: from the start of a reduce until the next turn may start, if that is longer than the reduce.
     startup: of a chain, before its first compute.
     """

@@ -73,23 +73,23 @@ def label_of(asked: str, name: str) -> str:
 
 # A sentence for every figure of a table, for the page and docs/explore.md.
 FIGURES = {
-    "makespan": "When the last task has ended.",
-    "lower bound": "No schedule of this problem on this machine ends before.",
-    "gap": "How much later than the lower bound the run ends, in percent of the bound.",
+    "makespan": "When the last task ends.",
+    "lower bound": "No schedule of this problem on this machine can end earlier.",
+    "gap": "How much later than the lower bound the run ends, in percent of that bound.",
     "utilised": "The share of all workers' time in which they compute or reduce.",
-    "stalled": "The share of all workers' time in which they have a task but must wait; the next three say for what.",
-    "for turns": "Stalled because an earlier contribution to the same dQ tile was not added yet.",
-    "for buffers": "Stalled because reduces that go on behind the computes still hold every buffer.",
-    "for last reduces": "Stalled at the end of a chain until the reduces behind it have ended.",
-    "slack": "The least number of steps between two turns that follow each other on a dQ tile, if nobody waited; below 1 somebody must.",
-    "gang": "Chains that wait for each other in a circle, so that as many workers must run them together; 1 means none do.",
+    "stalled": "The share of all workers' time in which they have a task but must wait; the next three figures say for what.",
+    "for turns": "Stalled because an earlier contribution to the same dQ tile has not been added yet.",
+    "for buffers": "Stalled because reduces in the background still hold every buffer.",
+    "for last reduces": "Stalled at the end of a chain until its last reduces have ended.",
+    "slack": "The smallest number of steps between consecutive turns of a dQ tile if no worker waits; below 1, some must wait.",
+    "gang": "The number of chains that wait for each other in a circle, and so must run at the same time; 1 means none do.",
     "one rank": "How long a single rank would take for the whole sequence.",
-    "efficiency": "The time of one rank, shared out, over the makespan: 1 would be perfect.",
-    "hops": "How often states of chains go from rank to rank.",
+    "efficiency": "The time of one rank, divided by the number of ranks, over the makespan; 1 would be perfect.",
+    "hops": "How often states of chains are sent from rank to rank.",
     "sent forward": "Keys and values that a rank sends before it can begin.",
     "sent backward": "States, and sums of dK and dV, that a rank sends.",
-    "states waiting": "The most states that a rank has in memory at once, between two legs of their walks.",
-    "model": "Tiles: every task was simulated. Chunks: units were, as blocks of work.",
+    "states waiting": "The most states that a rank holds in memory at once, between two legs of their walks.",
+    "model": "Tiles: every task was simulated. Chunks: each unit was simulated as a block of work.",
 }
 
 

@@ -195,7 +195,7 @@ def first_attended(mask: Mask, queries: int, sequence: SequenceSlots) -> int:
     first = int(mask.clipped_bounds(np.arange(1), queries, sequence.keys)[0][0])
     if first < min(sequence.position, sequence.keys):
         raise ValueError(
-            f"sequence {sequence.number} attends keys from position {first} on, and the cache begins with {sequence.position}:"
+            f"sequence {sequence.number} attends to keys from position {first} on, and the cache begins with {sequence.position}:"
             " keep the keys of the whole window, which the first query of a call decides"
         )
     return first

@@ -147,7 +147,7 @@ def attend(q: Tensor, k_tiles: Tensor, v_tiles: Tensor, sink: Tensor, scores: Sc
         place = TilePlace(*at, kv_tile)
         tile, _ = scores.tile(q, k_tiles[kv_tile], place, kinds[kv_tile] == PARTIAL)
         before, highest = highest, torch.maximum(highest, tile.amax(1))
-        base = highest.masked_fill(highest == -torch.inf, 0)  # a row that attends nothing yet: exp(-inf - 0) is 0, not NaN
+        base = highest.masked_fill(highest == -torch.inf, 0)  # a row that attends to nothing yet: exp(-inf - 0) is 0, not NaN
         weights = tile.sub_(base[:, None]).exp_()
         fade = torch.exp(before - base)
         total = total * fade + weights.sum(1)  # of all weights: dropout comes behind the softmax
@@ -218,7 +218,7 @@ class BackwardTiles:
             self.keys[first_head + head] = k_tiles, v_tiles
 
     def _rows_by_tile(self, values: Tensor, beyond: float) -> Tensor:
-        """A number per row, by Q tile. An LSE of +inf, of rows that attend nothing, makes their weights exp(-inf) = 0."""
+        """A number per row, by Q tile. An LSE of +inf, of rows that attend to nothing, makes their weights exp(-inf) = 0."""
         padded = self.q.new_full((*values.shape[:2], len(self.share.q_tiles) * TILE_Q), beyond)
         padded[:, :, : values.shape[2]] = values
         by_tile: Tensor = padded.unflatten(2, (-1, TILE_Q))

@@ -80,16 +80,16 @@ def context_parallel_attention(
 
     group: a ProcessGroup, a DeviceMesh of one dimension, or None for all processes.
     sharding: which rows a rank has. "zigzag" (as PyTorch's context_parallel and Megatron deal them: of 2P chunks, rank p has p and
-        2P - 1 - p), "contiguous", or a Sharding with chunks of other lengths. Chunks are multiples of a tile (128 rows; the error of
-        others says which lengths fit).
-    ulysses: a factor of the group's size. Inside as many neighbouring ranks, heads are exchanged for rows; outside, states travel.
+        2P - 1 - p), "contiguous", or a Sharding with chunks of other lengths. Chunks are multiples of a tile (128 rows; errors
+        say which lengths fit).
+    ulysses: a factor of the group's size. That many neighbouring ranks exchange heads for rows; between these groups, states travel.
         It must divide the KV heads. On its own (ulysses = the group's size) no state travels.
     cu_seqlens: where documents in the row begin, 0 first and the whole row's length last: a tuple, a list, or a tensor on the host.
         `causal`, `window_size` and `mask` are then those of each document, whose bits are those it has alone. mask=Documents(...)
         does the same. Chunks need not be multiples of a tile.
     sinks: the same on every rank. Their gradient is complete on the first rank of the group and zero on the others, so that the sum
         over ranks, which every replicated parameter needs, is the gradient.
-    dropout_seed: with dropout_p, one number per sequence, the same on every rank. It must be given: each rank has a generator of its own.
+    dropout_seed: with dropout_p, one number per sequence, the same on every rank. It must be given: each rank has its own generator.
     head_offset: index of the first KV head in the unsharded model, for tensor-parallel ranks.
     The other arguments are those of flash_attn_func, for the whole sequence. Sums are always ordered.
 

@@ -22,7 +22,7 @@ def shard(x: Tensor, group: Group = None, dim: int = 1, *, sharding: str | Shard
 
 
 def unshard(x: Tensor, group: Group = None, dim: int = 1, *, sharding: str | Sharding = "zigzag") -> Tensor:
-    """The whole of what ranks have parts of, in the order of the sequence, on every rank. It has no gradient."""
+    """The whole tensor, of which ranks have parts, in the order of the sequence, on every rank. It has no gradient."""
     peers = Peers.of(group)
     chosen = agree(peers.hosts, UNSHARD, lambda: _to_unshard(x, dim, sharding, peers))
     with peers.hosts.telling():
@@ -43,7 +43,7 @@ def _to_unshard(x: Tensor, dim: int, sharding: str | Sharding, peers: Peers) -> 
 
 
 def positions(seq_len: int, group: Group = None, *, sharding: str | Sharding = "zigzag", device: torch.device | str = "cpu") -> Tensor:
-    """The place in the whole sequence of each of this rank's tokens, (seq_len / ranks,): for RoPE and position ids."""
+    """The position in the whole sequence of each of this rank's tokens, (seq_len / ranks,): for RoPE and position ids."""
     peers = Peers.of(group)
     return rows_of(sharding_for(sharding, seq_len, peers.count), peers.rank, torch.device(device)).clone()
 
@@ -56,10 +56,10 @@ def check_dim(name: str, x: Tensor, dim: int) -> None:
 
 
 def head_offset(k: Tensor, group: Group = None, *, dim: int = 2) -> int:
-    """The index, in the unsharded model, of the first KV head of this rank: what `head_offset` of attention calls wants.
+    """The index, in the unsharded model, of the first KV head of this rank, for `head_offset` of attention calls.
 
     k: the keys, whose dimension `dim` is the heads. Of a DTensor, its placement says which heads are here; `group` is not used.
-    Of a plain tensor with this rank's heads, the ranks of `group` have as many heads each, in the order of ranks, and no head twice.
+    Of a plain tensor with this rank's heads, the ranks of `group` have equally many heads, in the order of ranks, and none twice.
     """
     check_dim("k", k, dim)
     if isinstance(k, DTensor):

@@ -27,7 +27,7 @@ class TreeAccumulator:
     replaces the all-reduce. Sums are float32 (float64 for float64 gradients). They are divided once, at the root of the tree,
     and rounded once to the dtype of the gradient.
 
-    A tree of n micro-batches splits at the largest power of two below n, again and again. Each rank has one subtree.
+    A tree of n micro-batches splits at the largest power of two below n, recursively. Each rank has one subtree.
 
     micro_batches: of all ranks together, per step.
     group: a ProcessGroup or a one-dimensional DeviceMesh; None for all processes, or for this one where torch.distributed

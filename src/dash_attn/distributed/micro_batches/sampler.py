@@ -16,8 +16,8 @@ class MicroBatchSampler(Sampler[list[int]]):
     """Gives each rank the micro-batches that its TreeAccumulator owns, as lists of indices: the `batch_sampler` of a DataLoader.
 
     An epoch is one order of all samples, cut into micro-batches of `size` and steps of `micro_batches`. Neither the order nor the
-    cuts depend on the number of ranks. Samples at the end of an epoch that fill no whole step are left out; in a shuffled order
-    they are others in each epoch. No sample comes twice in an epoch.
+    cuts depend on the number of ranks. Samples at the end of an epoch that do not fill a step are left out; in a shuffled order
+    they differ from epoch to epoch. No sample comes twice in an epoch.
 
     samples: how many there are.
     size: samples per micro-batch.

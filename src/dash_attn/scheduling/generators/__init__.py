@@ -51,13 +51,13 @@ IDEAS: dict[str, str] = {
     "auto": "Picks one of the others by the mask and the number of tiles.",
     "ascending": "Every chain walks up, and turns follow the KV tiles: FlashAttention-3's first deterministic mode.",
     "descending": "Every chain walks down from the last Q tile, and turns follow the KV tiles (DASH).",
-    "spt": "The shortest chains start first and have the first turns, as in FlashAttention-3.",
-    "shift": "Chain i of a block starts at its own Q tile and walks in a circle (DASH). For full masks; blocks depend on the workers.",
-    "shift_blocks": "As shift, in blocks of at most 16 chains, whatever the number of workers. For full masks.",
+    "spt": "The shortest chains start first and get the first turns, as in FlashAttention-3.",
+    "shift": "Chain i of a block starts at its own Q tile and wraps around (DASH). For full masks; blocks depend on the number of workers.",
+    "shift_blocks": "Like shift, in blocks of at most 16 chains, whatever the number of workers. For full masks.",
     "symmetric_shift": "KV tile i runs with its mirror image, and all such pairs are equally long (DASH). For causal masks.",
-    "alternating": "Even heads walk up; odd heads do the same backwards in time.",
-    "arrival": "Turns as they came in a simulated run without an order, then kept.",
-    "weave": "For any mask: the longest chains first, and each claims the Q tile that is free the soonest.",
+    "alternating": "Even heads walk up; odd heads do the same in reverse time.",
+    "arrival": "Turns are fixed in the order in which a simulated unordered run adds.",
+    "weave": "For any mask: the longest chains start first, and each claims the Q tile that is free the soonest.",
 }
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 GENERATED_BY.update(GENERATORS)

@@ -36,7 +36,7 @@ class CutTile(ValueError):
 
 @dataclass(frozen=True)
 class Sharding:
-    """Chunk i of a sequence is `lengths[i]` rows that follow each other. Rank `owners[i]` has it.
+    """Chunk i of a sequence is `lengths[i]` consecutive rows, on rank `owners[i]`.
 
     `zigzag` and `contiguous` make the usual ones, with chunks of equal length. Other lengths are for sequences that those do not fit.
     One rank alone has chunks of queries; its keys may be of another length.

@@ -98,7 +98,7 @@ class Shape:
 
     @cached_property
     def attended(self) -> Mask:
-        """Which query of a row attends which key. Sequences laid end to end are documents of that row."""
+        """Which query of a row attends to which key. Sequences laid end to end are documents of that row."""
         if self.lengths:
             return Documents(self.lengths, causal=self.mask == "causal")
         return OTHER_MASKS.get(self.mask.partition(":")[0], parse_mask)(self.mask)

@@ -32,7 +32,7 @@ DETAIL = "rows, pages of 16 and of 48 slots; a prompt, single tokens and chunks;
 
 
 def can_decode(case: Case, device: str) -> bool:
-    """Whether a cache can serve the case: a token must attend all keys, or none behind it."""
+    """Whether a cache can serve the case: a token must attend to all keys, or none behind it."""
     mask = case.read_mask()
     alone = isinstance(mask, (Full, Causal)) or (isinstance(mask, Window) and mask.right == 0)
     return alone and (device == "cpu" or case.head_dim % 8 == 0)
