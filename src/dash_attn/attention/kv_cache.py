@@ -95,8 +95,8 @@ def flash_attn_with_kvcache(  # type: ignore[misc]  # positional choices are Fla
     num_splits: 0 or 1. How work is split never changes bits, and the caller cannot choose it.
 
     rotary_cos, rotary_sin, rotary_interleaved: turn k and q before k is appended, as in FlashAttention: (positions, half of the dims that
-        turn), a row for each slot. A new key turns by its slot (cache_leftpad is not taken off), a query by that of the new key at its index;
-        if the mask is full, by that of the first new key.
+        turn), a row for each slot. A new key turns by its slot (cache_leftpad is not taken off), a query by that of the new key at its
+        index; if the mask is full, by that of the first new key.
 
     alibi_slopes raise. There is no backward: a tensor that requires a gradient raises.
     The contents of unused slots do not matter, not even NaN. On the GPU lengths and pages are not read on the host: a kernel checks
