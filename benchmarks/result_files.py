@@ -70,6 +70,9 @@ def _check_row(row: Any, names: tuple[str, ...], measured: tuple[str, ...]) -> N
     for name, value in _numbers(row):
         if as_number(value, name) <= 0:
             raise ValueError(f"{name} must be a number > 0; got {value}")
+    planning = as_object(row.get("identity", {}), "identity").get("planning_ms")
+    for name, value in ({} if planning is None else read_fields(planning, "planning_ms", tuple(COSTS))).items():
+        as_number(value, f"planning_ms.{name}")  # beyond that of another call, so it may be below 0
     missing = [name for name in needed if name not in RATIOS and row["status"] == "ok" and row[name] is None]
     if missing:
         raise ValueError(f"a row of status ok lacks {missing[0]}")

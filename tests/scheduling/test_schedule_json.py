@@ -52,6 +52,7 @@ WRONG: dict[str, tuple[Plant, str]] = {
     "a task of another KV tile": (lambda v: kind(v)["walks"][1].__setitem__(0, "h0.q0.kv0"), "walk i holds the tasks of KV tile i"),
     "a task of another head": (lambda v: kind(v)["walks"][0].__setitem__(0, "h1.q0.kv0"), "head 0; got h1.q0.kv0"),
     "a task that is none": (lambda v: kind(v)["walks"][0].__setitem__(0, "q0"), "a task is written like"),
+    "a zero in front": (lambda v: kind(v)["walks"][0].__setitem__(0, "h0.q0.kv00"), "a task is written like"),
     "a number as a task": (lambda v: kind(v)["walks"][0].__setitem__(0, 7), "walks must be text; got 7"),
     "a word for a boolean": (lambda v: kind(v).update(last_member_first="no"), "must be True or False; got 'no'"),
     "no kinds": (lambda v: v["order"].update(kinds=[]), "0 kinds of head"),

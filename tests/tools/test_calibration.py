@@ -192,6 +192,10 @@ def test_machine_files_survive_a_round_trip(tmp_path: Path) -> None:
     assert load_machine("h200").pick(64) == (H200[64], (128, 128))
 
 
+def of_one_dim(constants: str) -> str:
+    return f'{{"machine": 1, "unit": "us", "name": "x", "backend": "cpu", "workers": 1, "head_dims": {{"64": {constants}}}}}'
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -200,11 +204,9 @@ def test_machine_files_survive_a_round_trip(tmp_path: Path) -> None:
         ('{"machine": 9, "unit": "us"}', "format 9"),
         ('{"machine": 1, "unit": "ms"}', "in 'ms'"),
         ('{"machine": 1, "unit": "us", "name": "x", "backend": "cpu", "workers": 1, "head_dims": {}}', "head dims"),
-        ('{"machine": 1, "unit": "us", "name": "x", "backend": "cpu", "workers": 1, "head_dims": {"64": {"compute": 1}}}', "tiles"),
-        (
-            '{"machine": 1, "unit": "us", "name": "", "backend": "", "workers": 1, "head_dims": {"1": {"compute": -1, "tiles": [1, 1]}}}',
-            "> 0",
-        ),
+        (of_one_dim('{"compute": 1, "reduce": 0.3, "overlap": 0, "latency": 0, "startup": 0}'), "head_dims.64 lacks tiles"),
+        (of_one_dim('{"compute": 1, "overlap": 0, "latency": 0, "startup": 0, "tiles": [1, 1]}'), "head_dims.64 lacks reduce"),
+        (of_one_dim('{"compute": -1, "reduce": 0.3, "overlap": 0, "latency": 0, "startup": 0, "tiles": [1, 1]}'), "> 0"),
     ],
 )
 def test_other_files_are_refused(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

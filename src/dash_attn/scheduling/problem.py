@@ -32,7 +32,7 @@ class Task(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Task:
-        match = re.fullmatch(r"(?:b(\d+)\.)?h(\d+)\.q(\d+)\.kv(\d+)", text)
+        match = re.fullmatch(r"(?:bN\.)?hN\.qN\.kvN".replace("N", r"(0|[1-9][0-9]*)"), text)
         if match is None:
             raise ValueError(f"a task is written like h0.q3.kv1 or b2.h0.q3.kv1; got {text!r}")
         sequence, head, q_tile, kv_tile = (int(g or 0) for g in match.groups())

@@ -82,12 +82,12 @@ def _head_dim(word: str) -> int:
 
 def _constants(value: Any, where: str) -> tuple[Machine, tuple[int, int]]:
     """The constants of a head dim, and its tiles."""
-    read = read_fields(value, where, ("compute", "tiles"), ("reduce", "overlap", "latency", "startup"))
+    read = read_fields(value, where, ("compute", "reduce", "overlap", "latency", "startup", "tiles"))
     rows = as_wholes(read["tiles"], f"{where}.tiles")
     if len(rows) != 2 or min(rows) < 1:
         raise ValueError(f"{where}.tiles must be the rows of a Q tile and of a KV tile; got {rows}")
     times = {name: as_number(cost, f"{where}.{name}") for name, cost in read.items() if name not in ("tiles", "overlap")}
-    return Machine(**times, overlap=as_whole(read.get("overlap", 0), f"{where}.overlap")), (rows[0], rows[1])
+    return Machine(**times, overlap=as_whole(read["overlap"], f"{where}.overlap")), (rows[0], rows[1])
 
 
 SHIPPED = {"h200": Calibrated("NVIDIA H200", "hopper", 132, H200, {128: (64, 128), 64: (128, 128)})}
