@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 
 import dash_page
 import errors_page
+import evidence_page
 import models_page
 import pictures
 import support_page
@@ -17,6 +18,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 PAGES = {
     "dash.md": dash_page.page,
     "errors.md": errors_page.page,
+    "evidence.md": evidence_page.page,
     "explore-causal.html": lambda: saved_page(answer(START)),  # what `dash-attn explore --save` writes
     "models.md": models_page.page,
     "support.md": support_page.page,

@@ -12,7 +12,9 @@ from budget import assert_near
 from dash_attn import Causal, Full, Mask, Window, flash_attn_varlen_func
 from dense import Results, assert_same_bits, run_ours
 from devices import make_inputs, require
+from gpu_helpers import poisoned_memory
 from packed_batches import places
+from sampled_rows import at_keys, at_queries, worst
 
 pytestmark = pytest.mark.gpu
 
@@ -36,6 +38,18 @@ def test_20000_tokens(dim: int, mask: Mask) -> None:
     ours = run_ours(inputs, mask)
     assert_near(ours, inputs, mask)
     assert_same_bits(run_ours(inputs, mask), ours, "again")
+
+
+@pytest.mark.parametrize("length", [65_536, 131_072, 262_144])
+def test_long_sequences(length: int) -> None:
+    """The same bits again, in dirty memory; at some queries and keys they are those of the definition."""
+    inputs = make_inputs("cuda", (length, length), (1, 1), (128, 0))
+    ours = run_ours(inputs, Causal())
+    with poisoned_memory():
+        assert_same_bits(run_ours(inputs, Causal()), ours, "again")
+    some = torch.tensor([0, 1, 63, 64, 127, 128, length // 2, length - 129, length - 1], device="cuda")
+    assert worst(at_queries(inputs, ours, some)) < 1
+    assert worst(at_keys(inputs, ours, some)) < 1
 
 
 def one_of(tensors: tuple[Tensor, ...], place: int) -> tuple[Tensor, ...]:

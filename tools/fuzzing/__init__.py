@@ -1,0 +1,1 @@
+"""What tools/fuzz.py draws, runs, compares and writes down."""
