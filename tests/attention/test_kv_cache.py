@@ -153,9 +153,11 @@ def test_nothing_to_attend() -> None:
     assert (cache[:, 3] == 1).all(), "keys are appended though nobody asks"
 
 
-def test_more_queries_than_keys() -> None:
+@pytest.mark.parametrize(("q_len", "kv_len"), [(90, 40), (73, 14), (66, 60), (200, 1)])
+def test_more_queries_than_keys(q_len: int, kv_len: int) -> None:
+    """Then the call is the whole sequence, so the first query begins the first Q tile."""
     torch.manual_seed(0)
-    q, k, v = torch.randn(1, 90, 2, 16), torch.randn(1, 40, 2, 16), torch.randn(1, 40, 2, 16)
+    q, k, v = torch.randn(1, q_len, 2, 15), torch.randn(1, kv_len, 2, 15), torch.randn(1, kv_len, 2, 9)
     ours = flash_attn_with_kvcache(q, k, v, causal=True, return_softmax_lse=True)
     expected = flash_attn_func(q, k, v, causal=True, return_lse=True)
     assert all(same_bits(a, b) for a, b in zip(ours, expected, strict=True))

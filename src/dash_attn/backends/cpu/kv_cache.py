@@ -3,7 +3,8 @@
 Lengths and pages are read and checked before anything is written. On a GPU nobody reads them on the host; the kernels check the same
 (backends/hopper/kernels/decode/places.cuh).
 
-Queries take the rows that they have among the Q tiles of the whole sequence, so each is computed as there, whatever came with it.
+Queries take the rows that they have among the Q tiles of the whole sequence, so each is computed as there, whatever came with it. More
+queries than keys are a whole sequence of their own.
 TILE_KV is a multiple of TILE_Q, so leaving out whole tiles of keys moves no query inside its tile.
 """
 
@@ -84,7 +85,7 @@ def _gather(cache: Tensor, sequence: SequenceSlots, low: int) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    before = (len(k) - len(q)) % TILE_Q if len(q) and len(k) else 0
+    before = max(0, len(k) - len(q)) % TILE_Q if len(q) else 0
     on_grid = torch.cat([q.new_zeros(before, *q.shape[1:]), q])
     out, lse = forward(Call(on_grid[None], k[None], v[None], options, sinks=sinks))
     return out[0, before:], lse[0, :, before:]
