@@ -11,7 +11,7 @@ import pytest
 from dash_attn import Causal, Documents, Full, Mask, Prefix, ScheduleError, TileMap, Window
 from dash_attn.scheduling import Problem, Schedule, generate
 from dash_attn.scheduling.order import ALL_GUARANTEES, Order
-from dash_attn.scheduling.ranks.sharding import Sharding
+from dash_attn.scheduling.ranks.sharding import SHARDINGS, Sharding
 from dash_attn.scheduling.ranks.share import share
 from dash_attn.scheduling.ranks.units import Circle, SharedSchedule, trips_of
 from shared_problems import random_sharding
@@ -140,6 +140,12 @@ def test_chunks_that_cut_a_tile_are_refused(lengths: tuple[int, ...]) -> None:
         ValueError, match=r"chunks must be multiples of 128 rows, .*\(the last chunk may end anywhere\); got a chunk of (100|64)"
     ):
         share(generate("auto", Problem(Causal(), rows, rows, 64, 128), WORKERS), Sharding(lengths, tuple(range(len(lengths)))))
+
+
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_more_ranks_than_rows_are_refused_before_anything_is_made_for_them(name: str) -> None:
+    with pytest.raises(ValueError, match="1,024 rows cannot be dealt to 1,000,000,000 ranks"):
+        Sharding.named(name, 1024, 10**9)
 
 
 def test_queries_and_keys_are_the_same_rows() -> None:
