@@ -15,6 +15,7 @@ import pytest
 from chromium import Chromium
 from dash_attn.cli import explore
 from dash_attn.scheduling import Problem, generate
+from dash_attn.viewing.explore import runs
 from dash_attn.viewing.explore.server import PageServer, served_page
 from dash_attn.viewing.task_times import task_table
 from explored_page import Page, place_of
@@ -351,6 +352,27 @@ def test_all_long_work_is_told(page: Page) -> None:
     with pytest.raises(BrokenPipeError):
         explore.answer(options, watch=lambda label: leave)
     assert not explore.MEASURING.locked()
+
+
+def test_dealing_units_to_ranks_is_told_and_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, int, int]] = []
+
+    def watch(label: str) -> Callable[[int, int], None]:
+        return lambda done, total: told.append((label, done, total))
+
+    options = {"ranks": "2", "seqlen": "1024"}
+    (units,) = {len(run["units"]["does"]) for run in explore.answer(options, watch=watch)["runs"]}
+    dealing = [(done, total) for label, done, total in told if label == "dealing units to ranks"]
+    assert len(dealing) > units / 2
+    assert dealing[0] == (0, 1)
+    assert dealing[-1] == (units, units)
+    assert {label for label, _, _ in told} == {"dealing units to ranks", "simulating launch", "simulating overlap"}
+
+    monkeypatch.setattr(runs, "MOST_UNITS", units - 1)
+    told.clear()
+    with pytest.raises(ValueError, match=f"at most {units - 1} units; got {units}"):
+        explore.answer(options, watch=watch)
+    assert {label for label, _, _ in told} == {"dealing units to ranks"}  # before they are simulated
 
 
 def test_one_page_at_a_time_measures(monkeypatch: pytest.MonkeyPatch) -> None:

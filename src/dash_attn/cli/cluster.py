@@ -1,6 +1,7 @@
 """`dash-attn plan --ranks P`: one sequence on several ranks, beside ring attention and Ulysses."""
 
 import argparse
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import NamedTuple
 
@@ -89,8 +90,8 @@ class PlannedRanks(NamedTuple):
         }
 
 
-def plan_ranks(arguments: argparse.Namespace) -> PlannedRanks:
-    """Deal the schedule that the arguments ask for, and simulate it. Defaults take the place of what was not given."""
+def plan_ranks(arguments: argparse.Namespace, check: Callable[[SharedSchedule], None] = lambda shared: None) -> PlannedRanks:
+    """Deal the schedule that is asked for, and simulate what `check` lets pass. Defaults take the place of what was not given."""
     refuse(arguments, ("trace", "save", "threads", "measured", "device"), "does not go with --ranks, which only simulates")
     if arguments.seqlen is None:
         raise ValueError("--ranks needs --seqlen: rows are dealt to ranks, and bytes are counted, in tokens")
@@ -98,6 +99,7 @@ def plan_ranks(arguments: argparse.Namespace) -> PlannedRanks:
         setattr(arguments, name, either(getattr(arguments, name), default))
     cluster = _read_cluster(arguments)
     shared = _share(arguments, read_problem(arguments), cluster)
+    check(shared)
     runs = _simulate(arguments, shared, cluster)
     peers = [peer(shared.problem, shared.sharding, cluster, runs[0].one_rank) for peer in (ring_attention, ulysses)]
     return PlannedRanks(arguments, shared, cluster, runs, peers)
@@ -120,7 +122,9 @@ def _share(arguments: argparse.Namespace, problem: Problem, cluster: Cluster) ->
     sharding.check(problem)  # before the work
     check_tasks(problem if arguments.model == "tiles" else replace(problem, heads=1, group=1, batch=1))
     schedule = generate(names[0], problem, cluster.workers)
-    return share(schedule, sharding, either(arguments.heads_together, heads_that_fill(schedule, sharding, cluster.workers)))
+    together = either(arguments.heads_together, heads_that_fill(schedule, sharding, cluster.workers))
+    with progress_bar("dealing units to ranks", 0) as progress:
+        return share(schedule, sharding, together, progress)
 
 
 def _simulate(arguments: argparse.Namespace, shared: SharedSchedule, cluster: Cluster) -> list[RankTimeline]:

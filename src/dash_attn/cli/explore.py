@@ -15,7 +15,7 @@ from ..scheduling.problem import Problem
 from ..scheduling.ranks.sharding import SHARDINGS
 from ..simulation.cluster import EXECUTIONS, MODELS
 from ..simulation.machines import SHIPPED
-from ..viewing.explore.runs import check_size, encoded, recorded, shared_run, simulated
+from ..viewing.explore.runs import check_size, check_units, encoded, recorded, shared_run, simulated
 from ..viewing.explore.server import Answering, PageServer, Watch, saved_page, served_page
 from ..viewing.words import FIGURES
 from .arguments import add_question, flag_of, read_machine, read_problem, read_schedules
@@ -40,6 +40,7 @@ EXAMPLES = """examples:
 SCHEDULES_HELP = f"one or two names, separated by spaces or commas, or auto (default): {', '.join(GENERATORS)}"
 MOST_SCHEDULES = 2
 MOST_TILES = 2**24  # of a problem, before anything is counted
+MOST_RANKS = 128  # their units grow with the square
 MOST_CELLS = 20_000_000  # modules times steps of two runs: about 100 MB in a browser
 # What a page begins with if nothing is said: the picture of the README.
 START = {
@@ -179,7 +180,9 @@ def _alone(measures: bool) -> Iterator[None]:
 
 
 def _several_ranks(arguments: argparse.Namespace) -> dict[str, Any]:
-    planned = plan_ranks(arguments)
+    if arguments.ranks > MOST_RANKS:
+        raise ValueError(f"a page shows at most {MOST_RANKS} ranks; got {arguments.ranks:,}")
+    planned = plan_ranks(arguments, check_units)
     return {"title": planned.title, "refused": [], "runs": [shared_run(run) for run in planned.runs]}
 
 

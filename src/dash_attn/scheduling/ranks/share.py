@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...errors import ScheduleError
+from ..engine import Progress
 from ..order import WORKER_INVARIANT
 from ..problem import Problem, whole_number
 from ..schedule import Schedule
@@ -31,7 +32,7 @@ Place = tuple[
 ]  # of a unit that has no number yet: kind, turn, column, member and leg; behind all members: the ending
 
 
-def share(schedule: Schedule, sharding: Sharding, heads_together: int = 1) -> SharedSchedule:
+def share(schedule: Schedule, sharding: Sharding, heads_together: int = 1, progress: Progress | None = None) -> SharedSchedule:
     """Deal a schedule to the ranks of a sharding. Raises ScheduleError where ranks could wait for each other in a circle.
 
     heads_together: heads of one kind that a unit has side by side, at most. It decides time and memory alone.
@@ -43,20 +44,21 @@ def share(schedule: Schedule, sharding: Sharding, heads_together: int = 1) -> Sh
             f"ranks that share a sequence need an order that is a function of the sequence alone; that of {schedule.name} is not"
             f" known to be. Use schedule='auto' or {ANY_WORKERS!r}"
         )
-    return deal(schedule, sharding, heads_together, trips_without_circle(schedule, sharding))
+    return deal(schedule, sharding, heads_together, trips_without_circle(schedule, sharding), progress)
 
 
-def deal(schedule: Schedule, sharding: Sharding, heads_together: int, trips: tuple[Trips, ...]) -> SharedSchedule:
+def deal(schedule: Schedule, sharding: Sharding, together: int, trips: tuple[Trips, ...], progress: Progress | None) -> SharedSchedule:
     """Put the legs of all heads into one sequence."""
-    drafts = _drafts(schedule, sharding, trips, heads_together)
-    sequence = _Sequencer(drafts, sharding.ranks).run()
+    tell = progress or (lambda done, total: None)
+    drafts = _drafts(schedule, sharding, trips, together, tell)
+    sequence = _Sequencer(drafts, sharding.ranks).run(tell)
     assert len(sequence) == len(drafts), "trips have no circle, and sums are added part after part"
     number_of: dict[Place | None, int] = {place: number for number, place in enumerate(sequence)}
     units, waits = [], []
     for number, draft in enumerate(drafts[place] for place in sequence):
         units.append(draft.unit._replace(number=number, before=number_of.get(draft.before), after=number_of.get(draft.after)))
         waits.append(tuple(sorted(number_of[earlier] for earlier in draft.waits)))
-    return SharedSchedule(schedule, sharding, heads_together, trips, tuple(units), tuple(waits))
+    return SharedSchedule(schedule, sharding, together, trips, tuple(units), tuple(waits))
 
 
 def heads_that_fill(schedule: Schedule, sharding: Sharding, workers: int) -> int:
@@ -106,7 +108,7 @@ class _Bundle:
         return [self.place(column, member, leg) for member in range(self.members) for leg in legs] + [self.place(column, self.members, 0)]
 
 
-def _drafts(schedule: Schedule, sharding: Sharding, trips: tuple[Trips, ...], heads_together: int) -> dict[Place, _Draft]:
+def _drafts(schedule: Schedule, sharding: Sharding, trips: tuple[Trips, ...], heads_together: int, tell: Progress) -> dict[Place, _Draft]:
     """The first to be launched is the one with the least priority: pairs of bundles, one of each kind, take turns; in a pair segment by
     segment, and then by how many units come before. So the heads of a kind end where those of the other begin.
 
@@ -118,6 +120,7 @@ def _drafts(schedule: Schedule, sharding: Sharding, trips: tuple[Trips, ...], he
     last_endings: dict[tuple[int, ...], Place] = {}  # of each sum: kind, column, sequence, KV head
     for bundle in _bundles(schedule, trips, heads_together):
         for column in range(len(bundle.trips.columns)):
+            tell(0, 1)  # how many there will be is not known yet
             drafts.update(_of_column(bundle, column, sharding, in_round))
             # Parts of a group are added in order: an ending waits for those of earlier parts.
             ending = bundle.stops(column)[-1]
@@ -179,7 +182,7 @@ class _Sequencer:
         self.ready: list[list[tuple[tuple[int, ...], Place]]] = [[] for _ in range(ranks)]
         self.events: list[tuple[int, bool, Place]] = []  # when, whether something has arrived at this place (else: it has ended), which
 
-    def run(self) -> list[Place]:
+    def run(self, tell: Progress) -> list[Place]:
         """The places in the order in which their units start. Each comes after those that it waits for."""
         for place in self.drafts:
             self._arrive(place)
@@ -192,6 +195,7 @@ class _Sequencer:
                 idle.remove(rank)
             if not self.events:
                 return sequence
+            tell(len(sequence), len(self.drafts))
             now = self.events[0][0]
             while self.events and self.events[0][0] == now:
                 _, arrived, place = heappop(self.events)
@@ -225,7 +229,7 @@ def in_legs(schedule: Schedule, workers: int) -> SharedSchedule:
             continue
     else:  # tile by tile, chains with the same route together, there may still be a circle; alone, a leg is one task
         trips = trips_of(schedule, sharding, alone=True)
-    return deal(schedule, sharding, workers, trips)  # side by side as many heads as keep every worker busy, with one chain each
+    return deal(schedule, sharding, workers, trips, None)  # side by side as many heads as keep every worker busy, with one chain each
 
 
 def _cuts(problem: Problem) -> Iterator[Sharding]:

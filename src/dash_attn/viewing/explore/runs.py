@@ -35,9 +35,7 @@ Ticks = NDArray[np.int64]
 
 def check_size(tasks: int) -> None:
     if tasks > MOST_TASKS:
-        raise ValueError(
-            f"a page shows at most {MOST_TASKS:,} tasks per schedule; got {tasks:,} (fewer tokens, fewer heads or larger tiles)"
-        )
+        raise ValueError(f"a page shows at most {MOST_TASKS:,} tasks per schedule; got {tasks:,} (fewer or larger tiles, or fewer heads)")
 
 
 def simulated(timeline: Timeline, name: str) -> Answer:
@@ -110,11 +108,14 @@ def _task_columns(schedule: Schedule, spans: TaskTimes, ticks: int) -> Answer:
     )
 
 
+def check_units(shared: SharedSchedule) -> None:
+    if len(shared.units) > MOST_UNITS:
+        raise ValueError(f"a page shows at most {MOST_UNITS:,} units; got {len(shared.units):,} (more --heads-together, or fewer heads)")
+
+
 def shared_run(run: RankTimeline) -> Answer:
     """Of several ranks. Endings have no chunk of queries."""
     shared = run.shared
-    if len(shared.units) > MOST_UNITS:
-        raise ValueError(f"a page shows at most {MOST_UNITS:,} units; got {len(shared.units):,} (more --heads-together, or fewer heads)")
     # For turns, without the unit that the states come from.
     waits = [[other for other in waits if other != unit.before] for unit, waits in zip(shared.units, shared.waits, strict=True)]
     return {
