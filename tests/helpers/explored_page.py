@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from threading import Thread
 from typing import Any
 
@@ -11,6 +12,8 @@ from dash_attn.cli import explore
 from dash_attn.scheduling import Problem, generate
 from dash_attn.simulation import Machine, Timeline, simulate
 from dash_attn.viewing.explore.server import PageServer, served_page
+
+IDLE = "!document.getElementById('form').hasAttribute('aria-busy')"
 
 
 class Page:
@@ -49,3 +52,24 @@ def place_of(page: Page, chart: int, time: float, lane: int) -> tuple[float, flo
         f"[box.left + chart.x({time}), box.top + chart.laneTop({lane}) + 0.3 * chart.laneHeight]"
     )
     return x, y
+
+
+def centre(browser: Chromium, selector: str) -> tuple[float, float]:
+    box = f"const box = document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
+    x, y = browser.run(f"{box}\n[box.left + box.width / 2, box.top + box.height / 2]")
+    return x, y
+
+
+def click(browser: Chromium, selector: str) -> None:
+    """As a hand does: what happens when the button goes down may move what is under it."""
+    browser.run(f"document.querySelector({json.dumps(selector)}).scrollIntoView({{ block: 'center' }})\n1")
+    place = centre(browser, selector)
+    for kind in ("mousePressed", "mouseReleased"):
+        browser.mouse(kind, *place, button="left", clickCount=1)
+
+
+def wait_until(browser: Chromium, condition: str, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not browser.run(condition):
+        assert time.monotonic() < deadline, condition
+        time.sleep(0.05)

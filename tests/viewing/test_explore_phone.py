@@ -103,7 +103,7 @@ def test_errors_are_in_sight(phone: Page) -> None:
     browser = phone.browser
     for width, height in (PHONE, (1440, 900)):
         browser.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500)
-        phone.show({"compute": "1e300"})  # of no field alone
+        phone.show({"colour": "red"})  # of no field
         browser.run("explore.form.form.querySelector('.main').scrollIntoView({ block: 'nearest' })\n1")
         assert in_sight(browser, "#error") == (True, True)
         phone.show({"ranks": "2", "seqlen": "1024", "bandwidth": "0"})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
 from collections.abc import Callable, Iterator
 from threading import Event, Thread
 from typing import Any
@@ -18,7 +17,7 @@ from dash_attn.scheduling import Problem, generate
 from dash_attn.viewing.explore import runs
 from dash_attn.viewing.explore.server import PageServer, served_page
 from dash_attn.viewing.task_times import task_table
-from explored_page import Page, place_of
+from explored_page import IDLE, Page, click, place_of, wait_until
 
 DESK, PHONE = (1440, 900), (390, 844)
 OVERFLOW = """
@@ -26,7 +25,6 @@ const { scrollWidth, clientWidth } = document.documentElement
 const parts = [...document.querySelectorAll("main, main > *, aside > *, form > *")]
 [scrollWidth - clientWidth, parts.filter((part) => part.getBoundingClientRect().right > clientWidth + 1).length]
 """
-IDLE = "!document.getElementById('form').hasAttribute('aria-busy')"
 
 
 @pytest.fixture(params=[DESK, PHONE], ids=["desk", "phone"])
@@ -36,27 +34,6 @@ def sized(page: Page, request: pytest.FixtureRequest) -> Iterator[Page]:
     page.browser.open(page.server.url)
     yield page
     page.browser.send("Emulation.clearDeviceMetricsOverride")
-
-
-def centre(browser: Chromium, selector: str) -> tuple[float, float]:
-    box = f"const box = document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
-    x, y = browser.run(f"{box}\n[box.left + box.width / 2, box.top + box.height / 2]")
-    return x, y
-
-
-def click(browser: Chromium, selector: str) -> None:
-    """As a hand does: what happens when the button goes down may move what is under it."""
-    browser.run(f"document.querySelector({json.dumps(selector)}).scrollIntoView({{ block: 'center' }})\n1")
-    place = centre(browser, selector)
-    for kind in ("mousePressed", "mouseReleased"):
-        browser.mouse(kind, *place, button="left", clickCount=1)
-
-
-def wait_until(browser: Chromium, condition: str, seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not browser.run(condition):
-        assert time.monotonic() < deadline, condition
-        time.sleep(0.05)
 
 
 def test_nothing_overflows(sized: Page) -> None:
@@ -116,41 +93,6 @@ def test_it_measures_from_the_start_page(page: Page) -> None:
     assert page.browser.run("explore.state.charts.map((chart) => chart.run.source)") == ["simulated", "measured"] * 2
 
 
-PLACES = {  # what is asked, the field that is named, what is said of it
-    "q-tiles": ({"q-tiles": "eight"}, "“Q tiles” must be a whole number >= 1; got eight"),
-    "heads": ({"heads": "0"}, "“KV heads” must be a whole number"),
-    "mask": ({"mask": "diagonal"}, "unknown mask 'diagonal'"),
-    "compute": ({"compute": "0"}, "“Compute” must be a finite number > 0"),
-    "schedule": ({"mask": "causal", "schedule": "shift_blocks"}, "shift_blocks serves full masks only"),
-    "seqlen": ({"seqlen": "65536", "heads": "64"}, "at most 2,000,000 tasks"),
-    "bandwidth": ({"ranks": "2", "seqlen": "1024", "bandwidth": "0"}, "“Bandwidth, GB/s” must be a number > 0"),
-    "ranks": ({"ranks": "3", "seqlen": "1000"}, "1000 rows cannot be dealt"),
-    "head-dim": ({"machine": "h200", "head-dim": "7"}, "head dims 64, 128; got 7"),
-}
-
-
-def test_errors_stand_beside_their_field(page: Page) -> None:
-    beside = (
-        "const complaint = document.getElementById('complaint')\nconst [field] = document.querySelectorAll('[aria-invalid]')\n"
-        "const gap = complaint.getBoundingClientRect().top - field.getBoundingClientRect().bottom\n"
-        "[field.name, document.activeElement.name, field.getAttribute('aria-describedby'), complaint.innerText, gap]"
-    )
-    for name, (options, said) in PLACES.items():
-        page.show(options)
-        found, focused, described, words, gap = page.browser.run(beside)
-        assert (found, focused, described) == (name, name, "complaint")
-        assert said in words
-        assert "--" not in words
-        assert 0 <= gap < 40
-    page.show(explore.START)
-    assert page.browser.run("document.querySelectorAll('#complaint, [aria-invalid]').length") == 0
-    with explore.MEASURING:
-        page.show({"seqlen": "128", "measured": True})
-    assert page.browser.run(beside)[:2] == ["measured", "measured"]
-    page.show({"compute": "1e300"})  # of no field alone
-    assert "larger unit of time" in page.browser.run("document.getElementById('error').innerText")
-
-
 def test_a_view_can_be_sent(page: Page) -> None:
     browser = page.browser
     page.show({"mask": "window:3,0", "q-tiles": "12", "kv-tiles": "12", "heads": "2", "workers": "4", "schedule": "weave"})
@@ -166,8 +108,11 @@ def test_a_view_can_be_sent(page: Page) -> None:
     address, options = browser.run("[location.href, explore.form.options()]")
     browser.reopen(page.server.url)
     assert browser.run(seen) == [None, False, None, 0, pytest.approx(1.015 * 135), 8, "turns"]  # the control
-    browser.reopen(f"{page.server.url}#from=here&to=there&lanes=a:b,c&order=toString&moment=now&chart=9&task=none")
+    browser.reopen(f"{page.server.url}#from=here&to=there&lanes=a:b,c&order=toString&moment=now&chart=toString&task=h0.q0.kv0")
+    assert page.error == ""
     assert browser.run(seen) == [None, False, 0, 0, pytest.approx(1.015 * 135), 8, "turns"]
+    browser.reopen(f"{page.server.url}#from=5&to=1")  # no stretch of time
+    assert browser.run(seen)[3:5] == [0, pytest.approx(1.015 * 135)]
     browser.reopen(address)
     assert browser.run(seen) == [17, True, 7, 3, 9, 3, "steps"]
     assert browser.run("explore.form.options()") == options
@@ -248,13 +193,6 @@ def test_chart_and_tiles_are_linked(sized: Page) -> None:
     assert np.ptp(empty) < 20  # neither
     browser.press("Escape")
     assert browser.run("explore.state.chosen") is None
-
-
-def test_ranks_have_one_schedule(page: Page) -> None:
-    page.browser.run('explore.form.set({ schedule: "ascending,auto", ranks: "2", seqlen: "1024" })\n1')
-    assert page.browser.run("[explore.form.fields.second.offsetParent, explore.form.options().schedule]") == [None, "ascending"]
-    page.browser.run('explore.form.set({ schedule: "ascending,auto", seqlen: "1024" })\n1')
-    assert page.browser.run("[!explore.form.fields.second.offsetParent, explore.form.options().schedule]") == [False, "ascending,auto"]
 
 
 def test_there_are_no_tiles_of_ranks(page: Page) -> None:

@@ -107,7 +107,7 @@ def read_problem(arguments: argparse.Namespace) -> Problem:
     problem = _read_problem(arguments)
     if problem.q_tiles * problem.kv_tiles > MOST_TILES:
         size = f"{problem.q_tiles:,} x {problem.kv_tiles:,}"
-        raise ValueError(f"at most {MOST_TILES:,} tiles, so that they fit in memory; got {size} (fewer tokens or larger tiles)")
+        raise ValueError(f"at most {MOST_TILES:,} tiles, so that they fit in memory; got {size} (fewer or larger tiles)")
     return problem
 
 

@@ -17,6 +17,7 @@ from ..simulation.cluster import EXECUTIONS, MODELS
 from ..simulation.machines import SHIPPED
 from ..viewing.explore.runs import check_size, check_units, encoded, recorded, shared_run, simulated
 from ..viewing.explore.server import Answering, PageServer, Watch, saved_page, served_page
+from ..viewing.task_times import MICROSECONDS
 from ..viewing.words import FIGURES
 from .arguments import add_question, flag_of, read_machine, read_problem, read_schedules
 from .cluster import plan_ranks
@@ -212,6 +213,8 @@ def _one_rank(arguments: argparse.Namespace) -> dict[str, Any]:
     title, device = planned.title, planned.device
     if device is not None:
         title = [title[0], f"{title[1]} (constants read off these runs, unless given)", f"measured on {device.name} ({device.backend})"]
+    if arguments.machine is not None:
+        runs = [{**run, "unit": MICROSECONDS} for run in runs]  # in which machines are calibrated
     return {"title": title, "refused": planned.refused, "runs": runs}
 
 

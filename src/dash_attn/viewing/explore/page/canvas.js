@@ -25,7 +25,7 @@ class Stretch {
   }
 
   show(from, to) {
-    if (Number.isNaN(from + to)) return; // an address can say anything
+    if (!(from < to)) return; // an address can say anything
     const span = this.inLimits(to - from);
     this.from = Math.min(this.whole - span, Math.max(0, from));
     this.to = this.from + span;

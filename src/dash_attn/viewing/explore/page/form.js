@@ -12,11 +12,12 @@ const FIELDS = {
   own: [["compute", "Compute", "1"], ["reduce", "Reduce", "0.3"], ["overlap", "Overlap", "0"], ["latency", "Latency", "0"], ["startup", "Start-up", "0"]],
   "head-dim": [["head-dim", "Head dim", "128"]],
   cluster: [
-    ...[["ranks", "Ranks", "none"], ["sharding", "Sharding", "default"], ["hop-latency", "Hop latency, us", "10"], ["bandwidth", "Bandwidth, GB/s", "400"]],
-    ...[["heads-together", "Heads together", "to fill"], ["execution", "Execution", "default"], ["model", "Model", "default"]],
+    ...[["ranks", "Ranks", "none"], ["sharding", "Sharding", "usual: zigzag"], ["hop-latency", "Hop latency, us", "10"], ["bandwidth", "Bandwidth, GB/s", "400"]],
+    ...[["heads-together", "Heads together", "to fill"], ["execution", "Execution", "both"], ["model", "Model", "by size"]],
   ],
 };
 const DECIMAL = ["compute", "reduce", "latency", "startup", "hop-latency", "bandwidth"];
+const COUNTS = ["q-tiles", "kv-tiles", "seqlen", "kv-seqlen", "heads", "group", "batch"];
 const FIRST_WORD = /^(\w+)/;
 const TOKENS_PER_TILE = 128;
 const PATIENCE = 1000; // milliseconds of work, from which on it is said how far it has come
@@ -65,7 +66,7 @@ class Form {
 
   /** Show only fields that count. Measurements and ranks are of tokens. */
   adapt(changed = "") {
-    delete this.extra[changed];
+    for (const name of Object.keys(this.extra)) if (name === changed || (changed && !(name in this.start.help))) delete this.extra[name];
     const { lengths, machine, measured, ranks, schedule, second } = this.fields;
     const [runs, shared] = [measured.checked, ranks.value.trim() !== ""];
     if (runs || shared) this.countTokens();
@@ -75,6 +76,8 @@ class Form {
     const shown = { lengths: !runs && !shared, tiles: !tokens, tokens, "tile-sizes": tokens && !runs, workers: !runs, own, "head-dim": machine.value || runs || shared, measured: runs };
     for (const part of this.form.querySelectorAll("[data-when]")) part.hidden = !shown[part.dataset.when];
     machine.options[0].textContent = runs ? "read off the run" : "as given below";
+    const usual = shared && FIELDS.own.every(([name]) => !this.fields[name].value.trim()); // ranks are those of an H200
+    for (const [name, , empty] of FIELDS.own) this.fields[name].placeholder = usual ? "of h200" : empty;
     const names = [...new Set([schedule.value, shared ? "" : second.value])].filter(Boolean);
     byId("schedule-words").replaceChildren(...names.map((name) => element("p", {}, element("b", {}, name), `: ${this.start.schedules[name]}`)));
   }
@@ -87,12 +90,13 @@ class Form {
 
   options() {
     const found = { ...this.extra };
+    if (!this.fields.measured.checked) for (const name of ["device", "threads"]) delete found[name];
     for (const field of this.fields) {
       if (!field.name || ["lengths", "second"].includes(field.name) || field.closest("[hidden]")) continue;
       if (field.type === "checkbox" ? field.checked : field.value.trim()) found[field.name] = field.type === "checkbox" ? true : field.value.trim();
     }
     const second = this.fields.second.value;
-    if (second && second !== found.schedule && !found.ranks) found.schedule += `,${second}`;
+    if (second && second !== found.schedule && !found.ranks) found.schedule = [found.schedule, second].filter(Boolean).join();
     return found;
   }
 
@@ -156,23 +160,31 @@ class Form {
 
   /** The field that a message is about: what it says is missing, the first that it names, or the one it begins with. Null if it shows none. */
   blamed(message) {
-    const [missing, flag, begins] = [/needs --([a-z-]+)/, /--([a-z-]+)/, FIRST_WORD].map((pattern) => message.match(pattern)?.[1]);
-    const lengths = this.fields.lengths.value === "tokens" ? "seqlen" : "q-tiles";
-    const about = { measured: /measurement/, ranks: /sharding/, "head-dim": /head dim/, mask: /mask|document|window|prefix/, [lengths]: /tile|task|token/, schedule: /schedule/ };
+    if (message.startsWith("options are")) return null; // an address can name any
+    const [missing, flag, begins] = [/needs --([a-z-]+)/, /(?<!['"])--([a-z-]+)/, FIRST_WORD].map((pattern) => message.match(pattern)?.[1]);
+    const [most, longest] = [COUNTS, [...FIELDS.own.map(([name]) => name), "hop-latency"]].map((names) => this.largest(names));
+    const about = {
+      ...{ measured: /measurement/, "kv-seqlen": /queries and keys/, ranks: /shard|chunk|ranks/, "head-dim": /head dim/, mask: /mask|document|window|prefix/ },
+      ...{ [most]: /tile|task|token/, [longest]: /unit of time/, schedule: /schedule/ },
+    };
     const served = ["schedule", "second"].filter((name) => this.fields[name].value === begins);
     const guessed = Object.keys(about).filter((name) => about[name].test(message));
     const found = [missing, flag, begins?.replace("_", "-"), ...served, ...guessed].map((name) => this.fields[name]);
     return found.find((field) => field?.name && !field.closest("[hidden]")) ?? null;
   }
 
+  /** Of fields of numbers that are shown. */
+  largest(names) {
+    const shown = names.filter((name) => !this.fields[name].closest("[hidden]"));
+    return shown.reduce((most, name) => (Number(this.fields[name].value) > Number(this.fields[most].value) ? name : most));
+  }
+
   /** A message of the command line in the words of the page: fields have labels here. */
   inWords(message, name = "") {
     const labelOf = (field) => [...field.labels[0].childNodes].filter(({ nodeType }) => nodeType === Node.TEXT_NODE).map(({ data }) => data).join("").trim();
     const words = message
-      .replace(/^argument --[a-z-]+: /, "")
-      .replace(/^invalid (int|float) value: /, (_, kind) => `takes a ${kind === "int" ? "whole " : ""}number; got `)
-      .replace(/--([a-z-]+)/g, (flag, other) => (this.fields[other]?.labels ? `“${labelOf(this.fields[other])}”` : flag));
-    if (words.startsWith("takes ")) return `“${labelOf(this.fields[name])}” ${words}`;
+      .replace(/(\. A|; pad to that, or give a) Sharding with.*/, "")
+      .replace(/(?<!['"])--([a-z-]+)/g, (flag, other) => (this.fields[other]?.labels ? `“${labelOf(this.fields[other])}”` : flag));
     return name && words.match(FIRST_WORD)?.[1].replace("_", "-") === name ? words.replace(FIRST_WORD, `“${labelOf(this.fields[name])}”`) : words;
   }
 }

@@ -113,7 +113,7 @@ const state = {
   },
 
   bringInSight({ chart = 0, task, from, to, lanes = "", order = "turns", path, moment }) {
-    const shown = this.charts[chart];
+    const shown = this.charts[Number(chart)];
     const item = shown && task ? shown.run.itemNamed(task) : -1;
     if (item >= 0) shown.go(item);
     else this.choose(this.charts[0], null);
@@ -164,13 +164,14 @@ function showAnswer(answer, view = null) {
 
 function figuresOf(runs) {
   const names = [...new Set(runs.flatMap((run) => run.figures.map(([name]) => name)))];
+  const meanings = { ...state.meanings, ...Object.fromEntries(runs.map((run) => [run.name, state.meanings[run.schedule]])) };
   const rows = runs.map((run) => {
     const values = Object.fromEntries(run.figures);
     return [run.name, ...names.map((name) => values[name] ?? "-")];
   });
   const title = runs[0].itemWord === "task" ? "schedule" : "";
-  if (!narrow.matches) return tableOf([title, ...names], rows, null, state.meanings);
-  return tableOf([title, ...rows.map(([name]) => name)], names.map((name, place) => [name, ...rows.map((row) => row[place + 1])]), null, state.meanings);
+  if (!narrow.matches) return tableOf([title, ...names], rows, null, meanings);
+  return tableOf([title, ...rows.map(([name]) => name)], names.map((name, place) => [name, ...rows.map((row) => row[place + 1])]), null, meanings);
 }
 
 function resized() {
