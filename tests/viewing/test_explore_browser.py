@@ -53,6 +53,43 @@ def test_a_page_that_complains_is_noticed(browser: Chromium, tmp_path: Path) -> 
     browser.problems.clear()
 
 
+def test_one_worker_is_not_called_several(page: Page) -> None:
+    page.show({"mask": "full", "q-tiles": "1", "workers": "1", "schedule": "ascending"})
+    page.browser.run("document.getElementById('path').open = true\nawait new Promise((done) => setTimeout(done, 50))\n1")
+    page.browser.run("explore.state.setMoment(0.5)\n1")
+    summary = page.browser.run("explore.state.charts[0].lower.getAttribute('aria-label')")
+    assert "1 worker over model time, 1 task; " in summary
+    assert "2 events" in page.browser.run("document.getElementById('path').innerText")
+    page.show({"q-tiles": "8", "heads": "4", "workers": "8", "compute": "3", "reduce": "1", "schedule": "ascending"})
+    page.browser.run("const { run } = explore.state.charts[0]\nrun.bars.phase.fill(3, run.bars.first[0])\nexplore.state.setMoment(3.5)\n1")
+    said = page.browser.run("document.getElementById('at-moment').innerText")
+    assert "8 stalled" in said
+    assert "and 2 more stalled workers" in said
+    page.show({"ranks": "1", "seqlen": "1024", "execution": "launch"})
+    page.browser.run("const { run } = explore.state.charts[0]\nexplore.state.setMoment(run.makespan / 2)\n1")
+    assert "1 unit running" in page.browser.run("document.getElementById('at-moment').innerText")
+
+
+CONTRAST = """
+const light = (words) => {
+  const shares = words.match(/[0-9.]+/g).slice(0, 3).map((value) => Number(value) / 255)
+  const [r, g, b] = shares.map((share) => (share <= 0.03928 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4))
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05
+}
+const field = document.querySelector("input[placeholder]")
+const [a, b] = [light(getComputedStyle(field, "::placeholder").color), light(getComputedStyle(field).backgroundColor)]
+return Math.max(a, b) / Math.min(a, b)
+"""
+
+
+def test_hints_in_fields_can_be_read(page: Page) -> None:
+    for scheme in ("light", "dark"):
+        page.browser.prefer(scheme)
+        page.browser.reopen(page.server.url)
+        assert page.browser.run(CONTRAST) >= 4.5
+    page.browser.prefer("light")
+
+
 def test_time_goes_step_by_step(page: Page) -> None:
     timeline = small_timeline()
     page.show({**explore.START, "schedule": "ascending"})

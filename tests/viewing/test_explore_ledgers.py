@@ -105,6 +105,26 @@ def test_it_says_how_large_a_difference_is(browser: Chromium, tmp_path: Path, ru
     assert browser.problems == []
 
 
+def test_one_tensor_is_not_called_several(browser: Chromium, tmp_path: Path, runs: tuple[Path, Path, Path]) -> None:
+    answer = ledgers_answer(runs[0], runs[2])
+    cells = len(answer["modules"]) * 4
+    counts = [np.ones(cells, dtype=int), np.zeros(cells, dtype=int)]
+    opened(
+        browser, tmp_path, answer | {"compared": [encoded(counts[0])] * 3, "differing": [encoded(each) for each in (*counts, counts[1])]}
+    )
+    assert details(browser)[3].startswith("1 of 1 tensor differs, by ")
+    assert details(browser)[5] == "the tensor agrees"
+    assert browser.problems == []
+
+
+def test_what_differs_before_a_step_is_where_the_runs_part(browser: Chromium, tmp_path: Path, runs: tuple[Path, Path, Path]) -> None:
+    """Such as a setting of the optimizer, which belongs to no module."""
+    answer = ledgers_answer(runs[0], runs[2])
+    first = {**answer["comparison"]["first"], "module": None, "step": 0}
+    opened(browser, tmp_path, answer | {"comparison": {**answer["comparison"], "first": first}})
+    assert details(browser)[:2] == ["the model", "step 0: here the runs part"]
+
+
 def test_keys_go_through_modules_and_steps(browser: Chromium, tmp_path: Path, runs: tuple[Path, Path, Path]) -> None:
     opened(browser, tmp_path, ledgers_answer(runs[0], runs[2]))
     browser.run("explore.state.charts[0].lower.focus()\n1")

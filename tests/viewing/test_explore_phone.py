@@ -111,6 +111,19 @@ def test_errors_are_in_sight(phone: Page) -> None:
         assert in_sight(browser, "#error") == (False, True)
 
 
+TARGETS = """
+const shown = [...document.querySelectorAll("button, summary")].filter((each) => each.getClientRects().length)
+shown.map((each) => each.getBoundingClientRect()).filter(({ width, height }) => Math.min(width, height) < 40).length
+"""
+
+
+def test_fingers_find_what_they_press(phone: Page) -> None:
+    phone.browser.run("for (const each of document.querySelectorAll('details')) each.open = true\nexplore.state.charts[0].go(3)\n1")
+    assert phone.browser.run(TARGETS) == 0
+    phone.browser.send("Emulation.setTouchEmulationEnabled", enabled=False)
+    assert phone.browser.run(TARGETS) > 5  # a mouse needs less
+
+
 def test_a_first_question_that_is_refused_leaves_no_empty_frames(phone: Page) -> None:
     browser = phone.browser
     seen = "['tools', 'words', 'keys', 'details', 'charts'].filter((name) => document.getElementById(name).getClientRects().length)"

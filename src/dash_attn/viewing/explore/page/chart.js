@@ -17,7 +17,7 @@ const KEYS_HELP = "Arrows move from task to task, plus and minus zoom, c follows
 class Chart extends CanvasChart {
   constructor(run, state) {
     const words = run.figures.map((pair) => pair.join(" "));
-    const summary = `${run.name}, ${run.source}: ${run.workers} ${run.laneWord}s over ${run.unit}, ${plain(run.items)} ${run.itemWord}s; ${words.join(", ")}. ${KEYS_HELP}`;
+    const summary = `${run.name}, ${run.source}: ${counted(run.workers, run.laneWord)} over ${run.unit}, ${counted(run.items, run.itemWord)}; ${words.join(", ")}. ${KEYS_HELP}`;
     super(state.view, "Gantt chart", summary);
     [this.run, this.state, this.hovered] = [run, state, null];
     this.lanes = new Stretch(run.lanes, 2, () => state.redrawSoon());

@@ -68,6 +68,8 @@ function plain(value) {
   return Number.isInteger(value) ? value.toLocaleString("en") : Number(value.toPrecision(7)).toLocaleString("en", { maximumFractionDigits: 3 });
 }
 
+const counted = (count, noun) => `${plain(count)} ${noun}${count === 1 ? "" : "s"}`;
+
 function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {

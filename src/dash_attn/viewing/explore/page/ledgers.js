@@ -67,7 +67,7 @@ class ModuleTree {
   words(module, step) {
     return this.directions.map((direction, place) => {
       const [compared, differing] = this.counts(module, step, step + 1, [place]);
-      const found = differing ? `${plain(differing)} of ${plain(compared)} tensors differ, ${this.howFar(place, module, step)}` : `all ${plain(compared)} tensors agree`;
+      const found = differing ? `${plain(differing)} of ${counted(compared, "tensor")} ${differing === 1 ? "differs" : "differ"}, ${this.howFar(place, module, step)}` : compared === 1 ? "the tensor agrees" : `all ${plain(compared)} tensors agree`;
       return [direction, compared ? found : "not recorded"];
     });
   }
@@ -86,7 +86,7 @@ const LEDGER_KEYS = [
 
 class LedgerChart extends CanvasChart {
   constructor(tree) {
-    const summary = `${tree.verdict} ${tree.modules.length} modules, ${tree.steps.length} steps.`;
+    const summary = `${tree.verdict} ${counted(tree.modules.length, "module")}, ${counted(tree.steps.length, "step")}.`;
     super(new Stretch(tree.steps.length, 2, () => this.drawSoon()), "chart of modules over steps", summary);
     this.tree = tree;
     this.chosen = this.placeOfFirst() ?? { module: 0, step: 0 };
@@ -263,14 +263,14 @@ class LedgerChart extends CanvasChart {
 
 function showModule(tree, { module, step }) {
   const { first } = tree.comparison;
-  const blamed = first && tree.modules[module] === first.module && tree.steps[step] === first.step;
+  const blamed = first && tree.modules[module] === (first.module ?? "") && tree.steps[step] === first.step;
   const steps = [...tree.steps.keys()].filter((at) => tree.counts(module, at, at + 1)[1]);
   byId("details").replaceChildren(
     element("h2", {}, tree.name(module)),
     element("p", { class: "hint" }, `step ${plain(tree.steps[step])}${blamed ? ": here the runs part" : ""}`),
     listOf(tree.words(module, step)),
     element("h3", {}, "In all steps"),
-    element("p", {}, steps.length ? `differs in ${plain(steps.length)} of ${plain(tree.steps.length)} steps, first in step ${plain(tree.steps[steps[0]])}` : "agrees in all steps"),
+    element("p", {}, steps.length ? `differs in ${plain(steps.length)} of ${counted(tree.steps.length, "step")}, first in step ${plain(tree.steps[steps[0]])}` : "agrees in all steps"),
   );
 }
 

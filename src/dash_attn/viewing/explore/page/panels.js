@@ -57,11 +57,11 @@ function momentOf(run, moment) {
   const lanes = Array.from({ length: run.lanes }, (_, lane) => ({ lane, bar: run.bars.at(lane, moment * run.ticks) })).filter(({ bar }) => bar >= 0);
   const inPhase = (phase) => lanes.filter(({ bar }) => run.bars.phase[bar] === phase);
   const units = run.itemWord === "unit";
-  const words = DOING.map((doing, phase) => [inPhase(phase).length, units ? "units running" : doing]).filter(([count]) => count).map((pair) => pair.join(" "));
+  const words = DOING.map((doing, phase) => [inPhase(phase).length, doing]).filter(([count]) => count).map(([count, doing]) => (units ? `${counted(count, "unit")} running` : `${count} ${doing}`));
   if (!units) words.push(`${run.workers - lanes.length} idle`);
   const stalled = inPhase(STALL).map(({ lane, bar }) => [lane, run.bars.item[bar]]);
   const rows = stalled.slice(0, MOST_STALLED).map(([lane, item]) => element("li", {}, `worker ${lane}: ${run.title(item)} ${run.stallOf(item)}`));
-  if (stalled.length > rows.length) rows.push(element("li", {}, `and ${stalled.length - rows.length} more stalled workers`));
+  if (stalled.length > rows.length) rows.push(element("li", {}, `and ${counted(stalled.length - rows.length, "more stalled worker")}`));
   return element("div", {}, element("b", {}, `${run.name}: `), words.join(", "), element("ul", {}, ...rows));
 }
 
@@ -97,7 +97,7 @@ function pathOf(chart) {
   const from = Math.max(0, Math.min(at - AROUND, run.path.length - 2 * AROUND - 1));
   const rows = run.path.slice(from, from + 2 * AROUND + 1).map((event, place) => rowOf(chart, event, from + place));
   const table = tableOf(["", "event", "from", "to", "waited for"], rows, { class: "left" });
-  return element("div", { class: "scroll" }, element("h3", {}, `${run.name}: ${plain(run.path.length)} events`), element("p", { class: "hint" }, `What they waited for last: ${causes.join(", ")}`), table);
+  return element("div", { class: "scroll" }, element("h3", {}, `${run.name}: ${counted(run.path.length, "event")}`), element("p", { class: "hint" }, `What they waited for last: ${causes.join(", ")}`), table);
 }
 
 function rowOf(chart, { item, phase, index, cause }, place) {
