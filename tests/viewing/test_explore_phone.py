@@ -124,6 +124,17 @@ def test_fingers_find_what_they_press(phone: Page) -> None:
     assert phone.browser.run(TARGETS) > 5  # a mouse needs less
 
 
+OVERLAP = """
+const [box, buttons] = ["#progress", ".buttons"].map((name) => document.querySelector(name).getBoundingClientRect())
+return [box.height > 0 && buttons.height > 0, box.bottom <= buttons.top, box.left >= 0 && box.right <= innerWidth, box.height < 70]
+"""
+
+
+def test_progress_leaves_the_buttons_to_press(phone: Page) -> None:
+    phone.browser.run("explore.form.form.scrollIntoView()\nexplore.form.showProgress(12000, { doing: 'measuring symmetric_shift' })\n1")
+    assert phone.browser.run(OVERLAP) == [True] * 4
+
+
 def test_a_first_question_that_is_refused_leaves_no_empty_frames(phone: Page) -> None:
     browser = phone.browser
     seen = "['tools', 'words', 'keys', 'details', 'charts'].filter((name) => document.getElementById(name).getClientRects().length)"
