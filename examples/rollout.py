@@ -63,9 +63,18 @@ def sample(model: Any, prompts: list[list[int]]) -> list[Rollout]:
     pages = transformers.ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=AT_ONCE, return_logprobs=True)
     choices = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0)
     asked = [prompt for prompt in prompts for _ in range(GROUP)]
-    found = model.generate_batch(inputs=asked, generation_config=choices, continuous_batching_config=pages, progress_bar=False)
+    manager = model.init_continuous_batching(generation_config=choices, continuous_batching_config=pages)
+    names = manager.add_requests(asked, max_new_tokens=NEW)  # all before it starts: whom a token is drawn with is then no matter of time
+    manager.start()
+    found: dict[str, Any] = {}
+    while len(found) < len(names):
+        result = manager.get_result()
+        if result is None or result.error is not None:
+            raise RuntimeError(f"the sampler stopped: {result and result.error}")
+        found[result.request_id] = result
+    manager.stop()
     rollouts = []
-    for prompt, name in zip(asked, sorted(found, key=lambda name: int(name.split("_")[-1])), strict=True):
+    for prompt, name in zip(asked, names, strict=True):
         tokens, scores = found[name].generated_tokens, found[name].logprobs
         rollouts.append(Rollout(torch.tensor(prompt + tokens), torch.tensor(scores), reward(prompt, tokens)))
     return rollouts
