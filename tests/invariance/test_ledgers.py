@@ -37,6 +37,10 @@ def model_of() -> Any:
 def record(model: Any, folder: Path) -> None:
     """A step per token: of the sampler as it comes, of the trainer as the last of a forward up to it."""
     prompt = torch.randint(1, 64, (1, PROMPT), generator=torch.Generator().manual_seed(1))
+    given: set[str] = set()  # to the model by `generate`: up to transformers 5.18 a mask, too
+
+    def note(_: Any, __: Any, arguments: dict[str, Any]) -> None:
+        given.update(name for name, value in arguments.items() if value is not None)
 
     def told(_: Tensor, scores: Tensor) -> Tensor:
         ledger.step(model)
@@ -44,11 +48,15 @@ def record(model: Any, folder: Path) -> None:
 
     with dash_attn.ledger(folder / "sampler", detail=True, view=last_token) as ledger:
         ledger.watch(model)
+        noting = model.register_forward_pre_hook(note, with_kwargs=True)
         tokens = model.generate(prompt, max_new_tokens=NEW, do_sample=False, logits_processor=[told])
+        noting.remove()
     with dash_attn.ledger(folder / "trainer", detail=True, view=last_token) as ledger:
         ledger.watch(model)
         for length in range(PROMPT, PROMPT + NEW):
-            model(input_ids=tokens[:, :length], position_ids=torch.arange(length)[None], use_cache=False)  # as `generate` calls it
+            made = {"position_ids": torch.arange(length)[None], "attention_mask": torch.ones(1, length, dtype=torch.int64)}
+            as_generate = {name: made[name] for name in given & set(made)}
+            model(input_ids=tokens[:, :length], use_cache=False, **as_generate)
             ledger.step(model)
 
 
