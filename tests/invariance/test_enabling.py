@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -13,11 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from dash_attn import Unsupported, invariance
-from dash_attn.invariance import switches
 from dash_attn.invariance.products import _Product
 from dash_attn.invariance.switches import SWITCHES, WITHOUT_SPLITS
 from dense import same_bits
+from gpu_settings import Settings, settings
 
+__all__ = ["settings"]
 PLACES = [(functional, "linear"), (torch, "matmul"), (torch, "mean"), (torch, "layer_norm"), (functional, "silu")]
 METHODS = ["mean", "matmul", "mm", "__matmul__", "sigmoid"]
 
@@ -52,24 +52,6 @@ def test_functions_that_others_have_replaced_are_not_undone(monkeypatch: pytest.
     monkeypatch.setattr(functional, "linear", len)
     with pytest.raises(RuntimeError, match="would undo what replaced PyTorch's linear: <built-in function len>"):
         invariance.enable()
-
-
-class Settings(dict[str, Any]):
-    """Of a PyTorch for GPUs, as this machine's may be one for CPUs."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__(library="cublas", bf16=(True, True), fp16=(True, True))
-        for name in self:
-            getter, setter = (lambda _, name=name: self[name]), (lambda _, value, name=name: self.__setitem__(name, value))
-            monkeypatch.setattr(type(SWITCHES), name, property(getter, setter))
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(switches, "_cublaslt", lambda: "cublaslt")
-
-
-@pytest.fixture
-def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Settings]:
-    yield Settings(monkeypatch)
-    SWITCHES.before = {}
 
 
 def test_switches_are_set_and_come_back(settings: Settings) -> None:

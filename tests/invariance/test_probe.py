@@ -74,7 +74,13 @@ def test_many_numbers_of_rows_are_tried() -> None:
     assert 1 not in multiply.sizes, "one row is computed as two"
 
 
-@pytest.mark.parametrize(("below", "above"), [(3, 0), (16, 0), (257, 0), (513, 512), (18, 17)])
+@pytest.mark.parametrize(("below", "fewest"), [(3, 16), (16, 16), (17, 64), (250, 256)])
+def test_a_product_that_splits_k_for_few_rows_is_computed_with_more(below: int, fewest: int) -> None:
+    assert proved(Planted(below), ASKED, CPU, found_record()) == Way(1024, fewest=fewest)
+    assert proved(Planted(0), ASKED, CPU, found_record()) == Way(1024, fewest=fewest), "from the record"
+
+
+@pytest.mark.parametrize(("below", "above"), [(258, 0), (513, 512), (258, 257)])
 def test_a_product_that_splits_k_is_computed_in_blocks(below: int, above: int) -> None:
     """Also where a single number of rows does. In blocks all calls have one size."""
     assert proved(Planted(below, above), ASKED, CPU, found_record()) == Way(1024, BLOCK)
@@ -119,7 +125,7 @@ def test_a_damaged_record_is_made_again(folder: Path) -> None:
     multiply = Planted(0)
     proved(multiply, ASKED, CPU, found_record())
     assert multiply.sizes
-    assert found_record().get(str(ASKED)) == [1024, 0]
+    assert found_record().get(str(ASKED)) == [1024, 0, 2]
 
 
 def test_norms_that_depend_on_their_rows_raise() -> None:
@@ -139,7 +145,12 @@ def test_a_call_goes_the_way_that_was_proved(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(products, "ways", ways := Ways())
     monkeypatch.setattr("dash_attn.invariance.probe.record_of", lambda device: found_record())
     x, weight, _ = _inputs(ASKED, 300, CPU)
-    for way, sizes in ((Way(1024), {2, 150, 300}), (Way(128), {2, 22, 44, 128}), (Way(1024, BLOCK), {BLOCK})):
+    for way, sizes in (
+        (Way(1024), {2, 150, 300}),
+        (Way(1024, fewest=256), {256, 300}),
+        (Way(128), {2, 22, 44, 128}),
+        (Way(1024, BLOCK), {BLOCK}),
+    ):
         monkeypatch.setattr(ways, "of_product", lambda *_, way=way: way)
         multiply.sizes.clear()
         for count in (1, 150, 300):
@@ -153,7 +164,7 @@ def test_a_call_goes_the_way_that_was_proved(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_doctor_tells_what_was_proved(capsys: pytest.CaptureFixture[str]) -> None:
     assert in_words() == "invariance: no product has been probed on a GPU here"
     proved(row_by_row, ASKED, CPU, found_record())
-    proved(Planted(9), Product(torch.bfloat16, (8, 64), (64, 1), False), CPU, found_record())
+    proved(Planted(300), Product(torch.bfloat16, (24, 128), (128, 1), False), CPU, found_record())
     prove_norm(torch.mean, 64, torch.float32, found_record(), CPU)
     main.main(["doctor"])
     said = "invariance on a GPU: 2 kinds of products proved, 1 of them in blocks; 1 of 1 kinds of norms hold"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..door import names_of, names_of_code
 from .enabling import enable
 from .products import way_of
-from .rows import BLOCK, OF_NORMS, OF_PRODUCTS
+from .rows import BLOCK, OF_NORMS, on_gpu
 
 ATTENTION = "dash_attn"
 KERNELS_OF_OTHERS = ("liger_kernel", "apex", "flash_attn", "transformer_engine", "xformers", "kernels", "fla", "mamba_ssm", "bitsandbytes")
@@ -75,10 +75,12 @@ def _findings(name: str, module: nn.Module) -> Iterator[Finding]:
 
 
 def _product(module: nn.Module, weight: Tensor) -> tuple[str, str]:
-    if weight.device.type == "cpu":
+    if not on_gpu(weight):
         return "by construction", f"in blocks of {BLOCK} rows"
     way = way_of(weight, getattr(module, "bias", None))
-    return ("by construction", str(way)) if way.block else ("proved", f"{way}; one row is computed as {OF_PRODUCTS}")
+    if weight.requires_grad:
+        way_of(weight.t(), None)  # of the backward
+    return "by construction" if way.block else "proved", str(way)
 
 
 def _proof(module: nn.Module) -> str:

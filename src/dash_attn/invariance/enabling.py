@@ -23,7 +23,7 @@ def enable() -> AbstractContextManager[object]:
     for change, original in changes:
         if change.found() not in (change.ours, original):
             raise RuntimeError(f"dash_attn.invariance would undo what replaced PyTorch's {change.name}: {change.found()!r}")
-    return DOOR.open(*SWITCHES.changes(), *(change for change, _ in changes))
+    return DOOR.open(*SWITCHES.changes(first=not DOOR.is_open), *(change for change, _ in changes))
 
 
 def disable() -> None:

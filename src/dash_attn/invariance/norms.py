@@ -18,9 +18,10 @@ from torch.nn.functional import pad
 
 from ..door import Change
 from .probe import ways
-from .rows import OF_NORMS, at_least
+from .rows import OF_NORMS, as_rows, at_least, on_gpu
 
 VECTOR = 64  # elements; PyTorch's loops take at most that many at a time
+OF_16_BYTES = 8  # elements, of the smallest type
 PIECE = 2**15  # elements; PyTorch deals no less to a thread
 LAST = (-1, (-1,), [-1])
 
@@ -53,13 +54,27 @@ def _norm_of_rows(original: Any) -> Callable[..., Tensor]:
 
 
 def _with_others(compute: Callable[[Tensor], Tensor], x: Tensor, original: Any) -> Tensor:
-    if x.is_cuda:
+    if on_gpu(x):
         ways.check_norm(original, x)
     count = x.numel() // x.shape[-1]
-    if count >= OF_NORMS:
+    if count >= OF_NORMS and x.stride(-1) == 1:
         return compute(x)
-    rows = compute(at_least(OF_NORMS, x.reshape(-1, x.shape[-1])))[:count]
+    rows = compute(at_least(OF_NORMS, as_rows(x)))[:count]
     return rows.view(*x.shape[:-1], rows.shape[-1])
+
+
+def _softmax_of_rows(original: Any) -> Callable[..., Tensor]:
+    """A GPU's kernels read 16 bytes at a time, and sum a row that begins in between in another order."""
+
+    @wraps(original)
+    def softmax(input: Tensor, dim: Any = None, *arguments: Any, **rest: Any) -> Tensor:
+        of_rows = on_gpu(input) and input.ndim and dim in (-1, input.ndim - 1) and "out" not in rest
+        missing = -input.shape[-1] % OF_16_BYTES if of_rows else 0
+        rows = pad(input, (0, missing), value=-torch.inf) if missing else input
+        out: Tensor = original(rows, dim, *arguments, **rest)
+        return out[..., : input.shape[-1]] if missing else out
+
+    return softmax
 
 
 def _whole_vectors(original: Any) -> Callable[..., Tensor]:
@@ -92,6 +107,7 @@ def _kept_function(name: str) -> Callable[[Any, Tensor], Tensor]:
 REPLACED = (
     *((owner, "mean", _mean_of_rows) for owner in (torch, Tensor)),
     *((torch, name, _norm_of_rows) for name in ("layer_norm", "rms_norm")),  # those of functional call them
+    *((owner, name, _softmax_of_rows) for owner in (torch, Tensor) for name in ("softmax", "log_softmax")),
     *((functional, name, _whole_vectors) for name in ("silu", "gelu", "softplus", "mish", "elu", "selu", "sigmoid")),
     *((owner, name, _whole_vectors) for name in ("sigmoid", "rsqrt") for owner in (torch, Tensor)),
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,22 +19,25 @@ from ..backends.kept import refuse_capture
 from ..errors import Unsupported
 from .record import Record, record_of
 from .rows import BLOCK, OF_NORMS, OF_PRODUCTS, as_rows, at_least, in_blocks
+from .switches import precision_of
 
 MOST = 2**14  # rows of a call
 SCALE = 8.0  # of inputs: what is left of them is no subnormal number in fp16
 MEMORY = 2**32  # bytes that rows and results of a probe take at most
+FEWEST = (OF_PRODUCTS, 16, 64, 256)  # rows
 TILES = (64, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Way(NamedTuple):
-    """How a product is computed: at once up to `most` rows, or, if `block` is not 0, in calls of that many."""
+    """How a product is computed: at once, with `fewest` to `most` rows, or, if `block` is not 0, in calls of that many."""
 
     most: int
     block: int = 0
+    fewest: int = OF_PRODUCTS
 
     def __str__(self) -> str:
-        return f"in blocks of {self.block} rows" if self.block else f"at once, up to {self.most} rows"
+        return f"in blocks of {self.block} rows" if self.block else f"at once, as {self.fewest} to {self.most} rows"
 
 
 class Product(NamedTuple):
@@ -43,12 +47,14 @@ class Product(NamedTuple):
     shape: tuple[int, ...]  # of the weight: (N, K)
     stride: tuple[int, ...]
     has_bias: bool
+    precision: str = ""
 
     def __str__(self) -> str:
         n, k = self.shape
         layouts: dict[tuple[int, ...], str] = {(k, 1): "", (1, n): " transposed"}
         layout = layouts.get(self.stride, f" strides {self.stride}")
-        return f"K {k}, N {n}, {str(self.dtype).removeprefix('torch.')}{layout}{' with bias' if self.has_bias else ''}"
+        with_bias, precision = " with bias" if self.has_bias else "", self.precision and f", {self.precision}"
+        return f"K {k}, N {n}, {str(self.dtype).removeprefix('torch.')}{layout}{with_bias}{precision}"
 
 
 class Ways:
@@ -59,11 +65,11 @@ class Ways:
         self._norms: set[Any] = set()
 
     def of_product(self, multiply: Multiply, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Way:
-        key = (rows.dtype, weight.shape, weight.stride(), bias is None, rows.device)
+        key = (rows.dtype, weight.shape, weight.stride(), bias is None, rows.device, precision := precision_of(rows.dtype))
         way = self._products.get(key)
         if way is None:
             refuse_capture()
-            asked = Product(rows.dtype, tuple(weight.shape), tuple(weight.stride()), bias is not None)
+            asked = Product(rows.dtype, tuple(weight.shape), tuple(weight.stride()), bias is not None, precision)
             way = self._products[key] = proved(multiply, asked, rows.device, record_of(rows.device))
         return way
 
@@ -96,8 +102,9 @@ def _tried(multiply: Multiply, asked: Product, device: torch.device) -> Way:
     most = _rows_that_fit(asked)
     x, weight, bias = _inputs(asked, most, device)
     whole = multiply(x, weight, bias)
-    if not _differing(lambda rows: multiply(at_least(OF_PRODUCTS, rows), weight, bias)[: len(rows)], x, whole):
-        return Way(most)
+    for fewest in FEWEST:
+        if not _differing(partial(_of_at_least, fewest, lambda rows: multiply(rows, weight, bias)), x, whole):
+            return Way(most, fewest=fewest)
     few = x[: 2 * BLOCK]
     first = in_blocks(lambda rows: multiply(rows, weight, bias), few)
     moved = in_blocks(lambda rows: multiply(rows, weight, bias), few[1:])
@@ -107,6 +114,10 @@ def _tried(multiply: Multiply, asked: Product, device: torch.device) -> Way:
             " dash_attn.invariance cannot be used with it; leave out that layer, or choose another dtype"
         )
     return Way(MOST, BLOCK)
+
+
+def _of_at_least(fewest: int, compute: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    return compute(at_least(fewest, rows))[: len(rows)]
 
 
 def _differing(compute: Callable[[Tensor], Tensor], x: Tensor, whole: Tensor) -> bool:
@@ -140,8 +151,8 @@ def _differ(some: Tensor, others: Tensor) -> Tensor:
 def _rows_that_fit(asked: Product) -> int:
     """Whatever memory is free: verdicts are kept, and must not depend on it."""
     n, k = asked.shape
-    rows = MEMORY // ((k + 2 * n) * asked.dtype.itemsize)
-    return max(min(rows // 64 * 64, MOST), 4 * BLOCK)
+    rows = MEMORY // ((k + 3 * n) * asked.dtype.itemsize)  # all results, those of a call, and their comparison
+    return max(min(rows // 64 * 64, MOST), 2 * FEWEST[-1])
 
 
 def _inputs(asked: Product, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -152,7 +163,7 @@ def _inputs(asked: Product, rows: int, device: torch.device) -> tuple[Tensor, Te
     x = _paired((rows, k), -1.0, asked.dtype, chance)[:, places]
     weight = torch.empty_strided(asked.shape, asked.stride, dtype=asked.dtype, device=device)
     weight.copy_(_paired((n, k), 1.0, asked.dtype, chance)[:, places])
-    bias = 1e-3 * torch.randn(n, generator=chance, device=device) if asked.has_bias else None
+    bias = 1e-4 * torch.randn(n, generator=chance, device=device) if asked.has_bias else None  # so small that it hides nothing
     return x, weight, None if bias is None else bias.to(asked.dtype)
 
 
@@ -178,4 +189,4 @@ def _norm_differs(compute: Callable[[Tensor], Tensor], width: int, dtype: torch.
     chance = torch.Generator(device).manual_seed(width)
     x = _paired((max(min(MOST, 2**24 // width), 4 * OF_NORMS), width), -1.0, dtype, chance)
     x = x[:, torch.randperm(width, generator=chance, device=device)]
-    return _differing(lambda rows: compute(at_least(OF_NORMS, rows))[: len(rows)], x, compute(x))
+    return _differing(partial(_of_at_least, OF_NORMS, compute), x, compute(x))

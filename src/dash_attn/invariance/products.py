@@ -18,7 +18,7 @@ from torch.nn import Parameter, functional
 from ..door import Change
 from ..errors import Unsupported
 from .probe import Way, ways
-from .rows import OF_PRODUCTS, as_rows, at_least, in_blocks
+from .rows import aligned, as_rows, at_least, in_blocks, on_gpu
 from .switches import LOCK, SWITCHES
 
 PLAIN = (Tensor, Parameter)
@@ -45,10 +45,11 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _computed(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if rows.device.type == "cpu":
+    if not on_gpu(rows):
         return in_blocks(lambda block: _linear(block, weight, bias), rows)
     with LOCK:
-        return _in_proved_way(rows, weight, bias)
+        SWITCHES.check()
+        return _in_proved_way(rows, aligned(weight), None if bias is None else aligned(bias))
 
 
 def _in_proved_way(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -57,7 +58,7 @@ def _in_proved_way(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return in_blocks(lambda block: _linear(block, weight, bias), rows, way.block)
     if len(rows) > way.most:
         return torch.cat([_in_proved_way(part, weight, bias) for part in rows.split(way.most)])
-    out: Tensor = _linear(at_least(OF_PRODUCTS, rows), weight, bias)
+    out: Tensor = _linear(at_least(way.fewest, rows), weight, bias)
     return out if len(out) == len(rows) else out[: len(rows)]
 
 

@@ -19,7 +19,10 @@ from ..formats import PROBES
 
 DRIVER = Path("/proc/driver/nvidia/version")
 LIBRARIES = Path("/proc/self/maps")
-VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE")
+VARIABLES = (
+    *("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE"),
+    *("NVIDIA_TF32_OVERRIDE", "DISABLE_ADDMM_CUDA_LT"),
+)
 
 
 class Record:
@@ -112,5 +115,5 @@ def in_words() -> str:
 def _counted(verdicts: dict[str, Any]) -> str:
     products = [verdict for verdict in verdicts.values() if isinstance(verdict, list)]
     norms = [verdict for verdict in verdicts.values() if not isinstance(verdict, list)]
-    blocks = sum(1 for _, block in products if block)
+    blocks = sum(1 for _, block, *_ in products if block)
     return f"{len(products)} kinds of products proved, {blocks} of them in blocks; {sum(norms)} of {len(norms)} kinds of norms hold"

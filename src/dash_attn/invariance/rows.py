@@ -11,18 +11,29 @@ from torch.nn.functional import pad
 # With fewer rows PyTorch or cuBLAS takes another kernel. Below 16 rows PyTorch's reductions give a row more threads.
 OF_PRODUCTS, OF_NORMS = 2, 16
 BLOCK = 32  # rows of every product, where products are computed in blocks
-ALIGNMENT = 64  # bytes: libraries choose their kernels by it, too
+ALIGNMENT = {"cuda": 256}  # bytes: libraries choose their kernels by it, too; PyTorch tells cuBLASLt of 256 at most
 
 
 def as_rows(x: Tensor) -> Tensor:
     """Of the last dimension, one behind the other, aligned."""
     rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.is_contiguous() and rows.data_ptr() % ALIGNMENT == 0 else rows.clone(memory_format=torch.contiguous_format)
+    return aligned(rows) if rows.is_contiguous() else rows.clone(memory_format=torch.contiguous_format)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """With its strides."""
+    return x if x.data_ptr() % ALIGNMENT.get(x.device.type, 64) == 0 else x.clone()
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Where products and norms are probed."""
+    return not x.is_cpu
 
 
 def at_least(fewest: int, rows: Tensor) -> Tensor:
-    """These rows, and again until there are enough."""
-    return rows if len(rows) >= fewest else rows.repeat(-(-fewest // len(rows)), 1)
+    """These rows; if they are fewer, again until there are exactly as many."""
+    whole, rest = divmod(fewest, len(rows))
+    return rows if len(rows) >= fewest else torch.cat([rows] * whole + [rows[:rest]] * (rest > 0))
 
 
 def in_blocks(compute: Callable[[Tensor], Tensor], rows: Tensor, block: int = BLOCK) -> Tensor:

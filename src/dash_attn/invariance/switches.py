@@ -28,6 +28,7 @@ class Switches:
     bf16, fp16 = _sums_of("bf16"), _sums_of("fp16")
 
     def __init__(self) -> None:
+        self.ours: dict[str, Any] = {}
         self.before: dict[str, Any] = {}
 
     @property
@@ -48,7 +49,8 @@ class Switches:
     def stance(self, value: str) -> None:
         torch.compiler.set_stance(value)
 
-    def changes(self) -> Iterator[Change]:
+    def changes(self, first: bool = True) -> Iterator[Change]:
+        """first: no block is open, so that the settings are those of before."""
         yield Change(self, "stance", "force_eager")
         if not torch.cuda.is_available():
             return
@@ -57,10 +59,19 @@ class Switches:
                 f"dash_attn.invariance needs a PyTorch that can switch split-K off, in which"
                 f" torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction takes a pair; got PyTorch {torch.__version__}"
             )
-        ours = {"library": _cublaslt(), "bf16": WITHOUT_SPLITS, "fp16": WITHOUT_SPLITS}
-        if any(getattr(self, name) != value for name, value in ours.items()):
-            self.before = {name: getattr(self, name) for name in ours}
-        yield from (Change(self, name, value) for name, value in ours.items())
+        self.ours = {"library": _cublaslt(), "bf16": WITHOUT_SPLITS, "fp16": WITHOUT_SPLITS}
+        if first:
+            self.before = {name: getattr(self, name) for name in self.ours}
+        yield from (Change(self, name, value) for name, value in self.ours.items())
+
+    def check(self) -> None:
+        """Raises where a product would be computed with other settings than it was proved with."""
+        for name, value in self.ours.items():
+            if getattr(self, name) != value:
+                raise RuntimeError(
+                    f"dash_attn.invariance has proved products with {name} {value}; found {getattr(self, name)}: run the backward inside of"
+                    " enable(), too, and leave torch.backends.cuda as it is there"
+                )
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
@@ -79,6 +90,13 @@ class Switches:
     def _put(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
             setattr(self, name, value)
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """What choose a kernel, too: settings that let products of this type be less precise."""
+    if dtype == torch.float32:
+        return str(torch.backends.cuda.matmul.fp32_precision)
+    return "sums in fp16" if dtype == torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation else ""
 
 
 def _cublaslt() -> Any:
