@@ -1,10 +1,12 @@
-"""Sampler and trainer of whole models: python -m benchmarks.rollouts [rows] [example] [speed] [--small] [--json FILE]
+"""Sampler and trainer of whole models: python -m benchmarks.rollouts [probes] [rows] [example] [speed] [--small] [--json FILE]
 
+probes: how products of many shapes are computed by what the probe finds: with the switches, without them, and where a row's place matters.
 rows: how many rows of logits and log-probabilities that `generate` and `generate_batch` sample with differ from those of training forwards,
 alone, in a batch and packed; and the same without `dash_attn.invariance`. Weights are random.
 example: examples/rollout.py twice, and without it.
 speed: a training step, prefill, decode: without, inside `enable()`, and inside it with products of a Triton kernel with fixed tiles, as
 others make them. Then steps whose gradients are summed sequence by sequence. `with_host` counts the host's time, `gpu` does not.
+--models Llama,Qwen2: rows of these alone. A file that is there already keeps what a call does not measure, so parts can come one by one.
 --small is for a look at the script on any machine.
 """
 
@@ -12,12 +14,15 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,12 +32,14 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from dash_attn import invariance
+from dash_attn import Unsupported, invariance
 from dash_attn.distributed import TreeAccumulator
 from dash_attn.integrations import huggingface
+from dash_attn.invariance.probe import Product, _tried
+from dash_attn.invariance.switches import SWITCHES
 from dash_attn.tools.bench.report import save
 
-from .timing import LEAD_IN, milliseconds
+from .timing import LEAD_IN, WARM_UP, milliseconds, timed
 from .training import surroundings
 
 ON_GPU = torch.cuda.is_available()
@@ -55,9 +62,20 @@ REAL = SimpleNamespace(
     length=8192,
     decode=(1, 16, 64),  # batches
     runs=5,
+    products=[(1024, 3072), (2048, 2048), (2048, 5504), (5504, 2048), (4096, 6144), (4096, 14336), (14336, 4096), (4096, 128256)],  # K, N
 )
 MODEL = {**FEW, "vocab_size": 64, "max_position_embeddings": 128}
-LESS = {"batches": {1: 30, 3: 30}, "new": 4, "requests": [1, 30], "at_once": 16, "steps": (1, 1), "length": 64, "decode": (1, 2), "runs": 1}
+LESS = {
+    "batches": {1: 30, 3: 30},
+    "new": 4,
+    "requests": [1, 30],
+    "at_once": 16,
+    "steps": (1, 1),
+    "length": 64,
+    "decode": (1, 2),
+    "runs": 1,
+    "products": [(64, 24)],
+}
 SMALL = SimpleNamespace(model=MODEL, timed=MODEL, window=20, **LESS)
 MICRO_BATCHES = (1, 2, 4, 8)  # sequences
 NAMES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma2", "Gemma3Text", "Phi", "GPT2", "Olmo2", "Granite", "StableLm")
@@ -74,6 +92,37 @@ def model_of(name: str, sizes: dict[str, int], window: int = 0) -> Any:
         for parameter in model.parameters():
             parameter.data += 0.02 * torch.randn_like(parameter)  # no bias is 0, no scale 1
     return model
+
+
+# ---- probes
+
+
+def probes(sizes: Any, _: Any) -> Iterator[dict[str, Any]]:
+    linear = functional.linear
+
+    def with_the_settings_of_before(*arguments: Any) -> Tensor:
+        with SWITCHES.as_before():
+            return linear(*arguments)
+
+    def by_place(*arguments: Any) -> Tensor:
+        out = linear(*arguments)
+        return out + 1e-3 * torch.arange(len(out), device=DEVICE, dtype=DTYPE)[:, None]
+
+    with invariance.enable():
+        for k, n in sizes.products:
+            for asked in (Product(DTYPE, (n, k), (k, 1), has_bias=False), Product(DTYPE, (n, k), (1, n), has_bias=True)):
+                for kind, multiply in (("switches", linear), ("without", with_the_settings_of_before), ("by place", by_place)):
+                    start = time.perf_counter()
+                    with torch.no_grad():
+                        way = way_in_words(multiply, asked)
+                    yield {"product": str(asked), "kind": kind, "way": way, "seconds": time.perf_counter() - start}
+
+
+def way_in_words(multiply: Callable[..., Tensor], asked: Product) -> str:
+    try:
+        return str(_tried(multiply, asked, torch.device(DEVICE)))
+    except Unsupported as error:
+        return f"raises: {error}"
 
 
 # ---- rows
@@ -108,13 +157,17 @@ def of_generate(model: Any, sizes: Any, batch: int, packs: bool, **choices: Any)
     alone = [trained(model, [sequence], sizes.new, "padded")[0] for sequence in sequences]
     chosen = out.sequences[:, -sizes.new :]
     sampled = invariance.log_probs(logits, chosen)
-    found = {"rows": batch * sizes.new, "kinds_of_rows": len(logits.flatten(0, 1).unique(dim=0)), "alone": 0, "log_probs": 0}
+    found = {"rows": batch * sizes.new, "kinds_of_rows": kinds_of(logits.flatten(0, 1)), "alone": 0, "log_probs": 0}
     for row, rows in enumerate(alone):
         found["alone"] += differing_rows(logits[row], rows)
         found["log_probs"] += differing_rows(sampled[row], invariance.log_probs(rows, chosen[row]))
     for layout in ("padded", "packed")[: 1 + packs]:
         found[layout] = sum(map(differing_rows, logits, trained(model, sequences, sizes.new, layout)))
     return found
+
+
+def kinds_of(rows: Tensor) -> int:
+    return len({row.tobytes() for row in rows.float().cpu().numpy()})
 
 
 def of_generate_batch(model: Any, sizes: Any) -> dict[str, int]:
@@ -133,8 +186,8 @@ def of_generate_batch(model: Any, sizes: Any) -> dict[str, int]:
     return {"rows": len(asked) * sizes.new, "log_probs": differ}
 
 
-def rows(sizes: Any) -> Iterator[dict[str, Any]]:
-    for name in NAMES:
+def rows(sizes: Any, names: list[str]) -> Iterator[dict[str, Any]]:
+    for name in names:
         model, packs = model_of(name, sizes.model, sizes.window), name != "GPT2"  # which has no documents
         for inside in (True, False):
             shown = {"model": name, "inside": inside}
@@ -150,7 +203,7 @@ def rows(sizes: Any) -> Iterator[dict[str, Any]]:
 # ---- the example
 
 
-def example(sizes: Any) -> Iterator[dict[str, Any]]:
+def example(sizes: Any, _: Any) -> Iterator[dict[str, Any]]:
     """Processes side by side."""
     runs = [([], sizes.steps[0]), ([], sizes.steps[0]), (["--without"], sizes.steps[1])]
     commands = [[sys.executable, str(EXAMPLE), "--steps", str(steps), *words] for words, steps in runs]
@@ -172,17 +225,26 @@ def times(call: Callable[[], Any], runs: int) -> dict[str, dict[str, float]]:
 
         variants["fixed tiles"] = products_replaced
 
-    def inside(variant: Callable[[], AbstractContextManager[Any]]) -> None:
-        with variant():
-            call()
+    def once(variant: str, lead_in: int) -> float:
+        with variants[variant]():
+            return timed(call, lead_in).gpu
 
-    calls = [lambda variant=variant: inside(variant) for variant in variants.values()]
-    found = {kind: milliseconds(calls, runs, lead_in) for kind, lead_in in (("with_host", 0), ("gpu", 20 * LEAD_IN))}
-    return {kind: dict(zip(variants, of_kind, strict=True)) for kind, of_kind in found.items()}
+    found = {}
+    for kind, lead_in in (("with_host", 0), ("gpu", 60 * LEAD_IN)):
+        spent = [{variant: once(variant, lead_in) for variant in variants} for _ in range(WARM_UP + runs)][WARM_UP:]
+        found[kind] = {variant: median(one[variant] for one in spent) for variant in variants}
+    return found
 
 
-def speed(sizes: Any) -> Iterator[dict[str, Any]]:
+def speed(sizes: Any, _: Any) -> Iterator[dict[str, Any]]:
     model = model_of("Llama", sizes.timed)
+    start = time.perf_counter()
+    kinds = {finding.holds for finding in invariance.check(model).findings}
+    yield {
+        "what": "invariance.check of the model, with probes that were not on disk",
+        "ms": 1e3 * (time.perf_counter() - start),
+        "holds": sorted(kinds),
+    }
     tokens = torch.randint(1, sizes.timed["vocab_size"], (max(8, *sizes.decode), sizes.length), device=DEVICE)
 
     def step(batch: Tensor) -> None:
@@ -194,7 +256,7 @@ def speed(sizes: Any) -> Iterator[dict[str, Any]]:
         yield {"what": f"prefill, 1 x {sizes.length}", **times(lambda: model(input_ids=tokens[:1], use_cache=False), sizes.runs)}
         for batch in sizes.decode:
             cache = model(input_ids=tokens[:batch, : sizes.length // 8], use_cache=True, logits_to_keep=1).past_key_values
-            decode = times(lambda batch=batch, cache=cache: model(input_ids=tokens[:batch, :1], past_key_values=cache), sizes.runs)
+            decode = times(lambda batch=batch, cache=cache: model(input_ids=tokens[:batch, :1], past_key_values=cache), 3 * sizes.runs)
             yield {"what": f"decode, batch {batch}, behind {sizes.length // 8} tokens", **decode}
     yield from micro_batches(model, step, tokens[:8, : sizes.length // 4], sizes.runs)
 
@@ -212,33 +274,59 @@ def micro_batches(model: Any, step: Callable[[Tensor], None], tokens: Tensor, ru
     with invariance.enable():
         for size in MICRO_BATCHES:
             for per_sequence in (False, True):
+                if ON_GPU:
+                    torch.cuda.reset_peak_memory_stats()
                 (spent,) = milliseconds([lambda size=size, of=per_sequence: whole(size, of)], runs, 0)
                 sums = hashlib.sha256(b"".join(x.grad.float().cpu().numpy().tobytes() for x in model.parameters())).hexdigest()[:16]
                 peak = torch.cuda.max_memory_allocated() if ON_GPU else 0
                 shown = {"what": f"8 sequences, {size} at once", "per_sequence": per_sequence, "ms": spent}
                 yield {**shown, "gradients": sums, "peak_bytes": peak}
-                if ON_GPU:
-                    torch.cuda.reset_peak_memory_stats()
 
 
-PARTS = {"rows": rows, "example": example, "speed": speed}
+PARTS = {"probes": probes, "rows": rows, "example": example, "speed": speed}
+
+
+ENVIRONMENT = ("gpu", "driver_version", "torch", "commit")  # that calls for one file share
+
+
+def of_earlier_calls(file: Path | None, found: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """What a file has of the same machine and versions."""
+    if file is None or not file.exists():
+        return {}
+    earlier = json.loads(file.read_text())
+    if facts(earlier) != facts(found):
+        raise SystemExit(f"{file} is of another machine, or of other versions: name another file")
+    parts: dict[str, list[dict[str, Any]]] = earlier["parts"]
+    return parts
+
+
+def facts(found: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **{name: found["environment"].get(name) for name in ENVIRONMENT},
+        "dtype": found["dtype"],
+        "transformers": found["transformers"],
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="part", help="rows, example, speed; all by default")
+    parser.add_argument("parts", nargs="*", metavar="part", help="probes, rows, example, speed; all by default")
+    parser.add_argument("--models", default=",".join(NAMES))
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    if unknown := set(arguments.parts) - set(PARTS):
-        parser.error(f"parts are {', '.join(PARTS)}; got {', '.join(sorted(unknown))}")
+    names = arguments.models.split(",")
+    if unknown := {*arguments.parts, *names} - {*PARTS, *NAMES}:
+        parser.error(f"parts are {', '.join(PARTS)}, and models {', '.join(NAMES)}; got {', '.join(sorted(unknown))}")
     transformers.logging.set_verbosity_error()
-    found: dict[str, Any] = {"environment": surroundings(), "dtype": str(DTYPE), "parts": {}}
+    found: dict[str, Any] = {"environment": surroundings(), "dtype": str(DTYPE), "transformers": transformers.__version__}
+    parts = found["parts"] = of_earlier_calls(arguments.json, found)
+    start = time.perf_counter()
     with huggingface.enable():
         for part in arguments.parts or PARTS:
-            done = found["parts"][part] = []
-            for row in PARTS[part](SMALL if arguments.small else REAL):
-                print(row, flush=True)
+            done = parts[part] = [row for row in parts.get(part, ()) if row.get("model") not in (None, *names)]
+            for row in PARTS[part](SMALL if arguments.small else REAL, names):
+                print(f"{time.perf_counter() - start:.0f} s", row, flush=True)
                 done.append(row)
                 if arguments.json:
                     save(found, arguments.json)

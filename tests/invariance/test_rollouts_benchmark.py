@@ -36,18 +36,31 @@ def ran(*words: str, **more: str) -> None:
     subprocess.run([sys.executable, *words], check=True, capture_output=True, text=True, timeout=240, env=environment, cwd=ROOT)
 
 
+def place(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["model"], row["inside"], row["call"]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_all_parts(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    ran("-m", "benchmarks.rollouts", "--small", "--json", str(tmp_path / "found.json"))
-    parts: dict[str, list[dict[str, Any]]] = json.loads((tmp_path / "found.json").read_text())["parts"]
+    file = tmp_path / "found.json"
+    small = ("-m", "benchmarks.rollouts", "--small", "--json", str(file))
+    ran(*small)
+    parts: dict[str, list[dict[str, Any]]] = json.loads(file.read_text())["parts"]
+    ran(*small, "rows", "--models", "Llama,GPT2")
+    assert {place(row) for row in json.loads(file.read_text())["parts"]["rows"]} == {place(row) for row in parts["rows"]}
+    file.write_text(file.read_text().replace('"torch.float32"', '"another"'))
+    with pytest.raises(subprocess.CalledProcessError):
+        ran(*small, "probes")
     layouts = ("alone", "padded", "packed", "log_probs")
     inside, outside = ([row for row in parts["rows"] if row["inside"] == kind] for kind in (True, False))
     assert len({row["model"] for row in inside}) == 11
     assert all(row["kinds_of_rows"] == row["rows"] for row in inside if "kinds_of_rows" in row)
     assert sum(row.get(layout, 0) for row in inside for layout in layouts) == 0
     assert all(row["alone"] for row in outside if "alone" in row)
+    ways = {kind: {row["way"].split(":")[0] for row in parts["probes"] if row["kind"] == kind} for kind in ("switches", "by place")}
+    assert (ways["by place"], "raises" in ways["switches"]) == ({"raises"}, False)
     first, second, without = parts["example"]
     assert first == second
     assert (first["differ"], without["differ"] > 0) == (0, True)
