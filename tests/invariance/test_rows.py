@@ -145,6 +145,14 @@ def test_shapes_that_are_no_rows_go_to_pytorch() -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+def test_tensors_without_elements_are_not_probed() -> None:
+    x = torch.randn(2, 3, 2001, device="meta")
+    with invariance.enable():
+        assert functional.linear(x, x.new_empty(5, 2001)).shape == (2, 3, 5)
+        assert x.mean(-1).shape == (2, 3)
+        assert functional.layer_norm(x, (2001,)).shape == x.softmax(-1).shape == x.shape
+
+
 def test_other_kinds_of_tensors_are_refused() -> None:
     class Other(Tensor):
         pass

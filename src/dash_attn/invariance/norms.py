@@ -70,8 +70,7 @@ def _softmax_of_rows(original: Any) -> Callable[..., Tensor]:
     def softmax(input: Tensor, dim: Any = None, *arguments: Any, **rest: Any) -> Tensor:
         of_rows = on_gpu(input) and input.ndim and dim in (-1, input.ndim - 1) and "out" not in rest
         missing = -input.shape[-1] % OF_16_BYTES if of_rows else 0
-        rows = pad(input, (0, missing), value=-torch.inf) if missing else input
-        out: Tensor = original(rows, dim, *arguments, **rest)
+        out: Tensor = original(pad(input, (0, missing), value=-torch.inf) if missing else input, dim, *arguments, **rest)
         return out[..., : input.shape[-1]] if missing else out
 
     return softmax

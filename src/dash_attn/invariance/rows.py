@@ -27,7 +27,7 @@ def aligned(x: Tensor) -> Tensor:
 
 def on_gpu(x: Tensor) -> bool:
     """Where products and norms are probed."""
-    return not x.is_cpu
+    return x.is_cuda
 
 
 def at_least(fewest: int, rows: Tensor) -> Tensor:

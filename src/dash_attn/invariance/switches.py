@@ -49,8 +49,7 @@ class Switches:
     def stance(self, value: str) -> None:
         torch.compiler.set_stance(value)
 
-    def changes(self, first: bool = True) -> Iterator[Change]:
-        """first: no block is open, so that the settings are those of before."""
+    def changes(self, first: bool) -> Iterator[Change]:
         yield Change(self, "stance", "force_eager")
         if not torch.cuda.is_available():
             return
@@ -60,7 +59,7 @@ class Switches:
                 f" torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction takes a pair; got PyTorch {torch.__version__}"
             )
         self.ours = {"library": _cublaslt(), "bf16": WITHOUT_SPLITS, "fp16": WITHOUT_SPLITS}
-        if first:
+        if first:  # else a block is open, whose settings are no user's
             self.before = {name: getattr(self, name) for name in self.ours}
         yield from (Change(self, name, value) for name, value in self.ours.items())
 
