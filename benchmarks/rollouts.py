@@ -150,8 +150,8 @@ def of_generate(model: Any, sizes: Any, batch: int, packs: bool, **choices: Any)
     tokens = torch.randint(1, sizes.model["vocab_size"], (batch, longest), generator=chance, device=DEVICE)
     padding = [(longest - 1) * row // max(batch - 1, 1) for row in range(batch)]  # prompts of 1 token up to the longest
     mask = (torch.arange(longest, device=DEVICE) >= torch.tensor(padding, device=DEVICE)[:, None]).long()
-    choices = {"max_new_tokens": sizes.new, "do_sample": False, "return_dict_in_generate": True, "output_logits": True, **choices}
-    out = model.generate(tokens, attention_mask=mask, **choices)
+    choices = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, "disable_compile": True, **choices}
+    out = model.generate(tokens, attention_mask=mask, max_new_tokens=sizes.new, **choices)
     logits = torch.stack(out.logits, 1).to(DTYPE)
     sequences = [out.sequences[row, start:] for row, start in enumerate(padding)]
     alone = [trained(model, [sequence], sizes.new, "padded")[0] for sequence in sequences]

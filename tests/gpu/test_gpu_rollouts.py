@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,13 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from dash_attn import invariance  # noqa: E402
+from continuous_batching import batched_together  # noqa: E402
+from dash_attn import Unsupported, invariance  # noqa: E402
 from dash_attn.distributed import TreeAccumulator  # noqa: E402
 from dash_attn.integrations import huggingface  # noqa: E402
+from dash_attn.invariance import products  # noqa: E402
+from dash_attn.invariance.probe import ways  # noqa: E402
+from dash_attn.invariance.record import record_of  # noqa: E402
 from dash_attn.invariance.switches import SWITCHES  # noqa: E402
 from dense import same_bits  # noqa: E402
 
@@ -59,6 +64,43 @@ def test_products_are_proved_and_settings_come_back() -> None:
     assert x.grad is not None
     assert same_bits(few[:1], x.grad[:1])
     assert (SWITCHES.library, SWITCHES.bf16, SWITCHES.fp16) == before
+
+
+@pytest.mark.parametrize("name", ["Llama", "Olmo2"])
+def test_continuous_batching_has_the_log_probabilities_of_training(name: str) -> None:
+    model = model_of(name, torch.bfloat16)
+    prompts = [torch.randint(1, 4096, (length,)).tolist() for length in (1, 7, 30, 64, 90)]
+    with invariance.enable():
+        for prompt, request in zip(prompts, batched_together(model, prompts, NEW, return_logprobs=True), strict=True):
+            sequence = torch.tensor(prompt + request.generated_tokens, device="cuda")
+            logits = model(input_ids=sequence[None], use_cache=False).logits[0, -NEW - 1 : -1].detach()
+            trained = logits.float().softmax(-1).gather(1, sequence[-NEW:, None])[:, 0].log()
+            assert same_bits(torch.tensor(request.logprobs), trained.cpu())
+
+
+def test_a_planted_product_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It looks at the place of a row."""
+    real = products._linear
+    places = torch.arange(2**14, device="cuda", dtype=torch.bfloat16)[:, None]
+    monkeypatch.setenv("DASH_ATTN_CACHE", str(tmp_path))
+    monkeypatch.setattr(products, "_linear", lambda x, weight, bias: real(x, weight, bias) + places[: len(x)])
+    ways.clear()
+    record_of.cache_clear()
+    with invariance.enable(), pytest.raises(Unsupported, match="K 2048, N 1040, bfloat16 on cuda:0 gives a row other bits"):
+        nn.Linear(2048, 1040, bias=False, dtype=torch.bfloat16, device="cuda")(torch.randn(3, 2048, device="cuda").bfloat16())
+    record_of.cache_clear()
+
+
+@pytest.mark.parametrize("columns", [50257, 32001, 4097])
+def test_rows_of_a_large_vocabulary(columns: int) -> None:
+    """Which begin at any multiple of 4 bytes."""
+    x = torch.randn(40, columns, device="cuda")
+    with invariance.enable():
+        whole = x.log_softmax(-1), x.softmax(-1)
+        for row in range(40):
+            alone = x[row : row + 1].clone()
+            assert same_bits(alone.log_softmax(-1).contiguous(), whole[0][row : row + 1].contiguous())
+            assert same_bits(alone.softmax(-1).contiguous(), whole[1][row : row + 1].contiguous())
 
 
 def gradients(model: Any, size: int) -> list[torch.Tensor]:
