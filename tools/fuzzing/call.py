@@ -130,7 +130,8 @@ class Call:
         arithmetic = rounding if dtype == torch.float64 or self.rounded else torch.finfo(torch.float32).eps
         sizes = Sizes.of(self)
         gradient = max([sizes.gradient, *(largest(x) for name, x in truth.items() if name.startswith("gradient"))])
-        found = {"out": (arithmetic * sizes.scores + rounding) * sizes.values, "lse": arithmetic * sizes.scores + of_lse}
+        largest_lse = max(sizes.scores, largest(truth["lse"]) if "lse" in truth else 0.0)  # of small scores: the logarithm of their number
+        found = {"out": (arithmetic * sizes.scores + rounding) * sizes.values, "lse": arithmetic * largest_lse + of_lse}
         of_gradient = (arithmetic * sizes.scores + rounding) * gradient
         return {name: ERRORS * found.get(name, of_gradient) for name in truth}
 
