@@ -249,7 +249,7 @@ def test_gradients_through_a_static_cache_are_those_of_the_plain_model(name: str
 def test_a_mask_made_ahead_is_for_its_lengths() -> None:
     made = LayerMask(huggingface.Causal(), (1, 200))
     assert huggingface.mask_for(2, 1, 200, 50, attention_mask=made) is made
-    with pytest.raises(NotImplementedError, match=r"a mask of 1 queries and 200 keys .* attends 2 queries and 200 keys"):
+    with pytest.raises(NotImplementedError, match=r"a mask of 1 queries and 200 keys .* has 2 queries and 200 keys"):
         huggingface.mask_for(2, 2, 200, 50, attention_mask=made)
 
 

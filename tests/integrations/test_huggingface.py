@@ -260,7 +260,7 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"attention_mask": LayerMask(Causal(), (90, 80))},
         NotImplementedError,
-        r"a mask of 90 queries and 80 keys .*attends 90 queries and 90 keys",
+        r"a mask of 90 queries and 80 keys .*has 90 queries and 90 keys",
     ),
     ({"is_causal": False}, ValueError, r"is_causal=False with a causal mask"),
     ({"sliding_window": 20}, ValueError, r"sliding_window=20 with a causal mask that has no window"),

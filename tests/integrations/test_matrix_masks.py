@@ -205,7 +205,7 @@ def test_matrices_of_the_caller() -> None:
         result(model, attention_mask=numbers.clamp(min=torch.finfo(numbers.dtype).min))
     with pytest.raises(ValueError, match="a mask tensor gets no gradient"):
         result(model, attention_mask=numbers.requires_grad_())
-    with pytest.raises(NotImplementedError, match=r"a mask of 40 queries and 40 keys .*; a layer attends 39 queries and 39 keys"):
+    with pytest.raises(NotImplementedError, match=r"a mask of 40 queries and 40 keys .*; a layer has 39 queries and 39 keys"):
         model(input_ids=TOKENS[:, :39], attention_mask=kept, use_cache=False)
 
 

@@ -201,11 +201,11 @@ class LayerMask:
         return self
 
     def check(self, q_len: int, kv_len: int) -> None:
-        """Raise if a layer attends other lengths than the mask was made for: the pattern would be shifted."""
+        """Raise if a layer has other lengths than the mask was made for: the pattern would be shifted."""
         if self.lengths != (q_len, kv_len):
             raise NotImplementedError(
                 f"dash_attn has a mask of {self.lengths[0]} queries and {self.lengths[1]} keys for {self.model};"
-                f" a layer attends {q_len} queries and {kv_len} keys"
+                f" a layer has {q_len} queries and {kv_len} keys"
             )
 
     @property
