@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import pickle
 from collections.abc import Callable
@@ -117,6 +118,22 @@ def test_parts_of_a_model_can_have_their_own_implementation() -> None:
     model.set_attn_implementation({"vision_config": "eager", "text_config": "eager"})
     with pytest.raises(ValueError, match=r"GotOcr2VisionEncoder does not work .*cannot set its"):
         model.set_attn_implementation({"vision_config": "dash_attn"})
+
+
+def test_the_first_forward_says_how_to_leave_out_a_part() -> None:
+    """A vision tower whose last layer is attention of PyTorch. What the message says works."""
+    config = tiny_config(transformers.Gemma3Config, "gemma3", image_token_id=61, mm_tokens_per_image=4)
+    config.vision_config.image_size, config.vision_config.patch_size = 16, 4
+    tokens = TOKENS[:1] % 32 + 16
+    tokens[0, 3:7] = 61
+    given = {"input_ids": tokens, "token_type_ids": (tokens == 61).long(), "pixel_values": torch.randn(1, 3, 16, 16)}
+    config._attn_implementation = "dash_attn"
+    with pytest.raises(RuntimeError, match=r"SiglipVisionModel .* of its own.* for this part alone: attn_implementation=") as raised:
+        transformers.Gemma3ForConditionalGeneration(config)(**given)
+    config._attn_implementation = ast.literal_eval(str(raised.value).partition("alone: attn_implementation=")[2])
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    model(**given)
+    assert model.model.language_model.config._attn_implementation == "dash_attn"
 
 
 def test_nothing_is_left_after_the_first_forward() -> None:

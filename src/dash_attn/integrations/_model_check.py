@@ -190,7 +190,8 @@ class _Watch(TorchFunctionMode):
     def judge(self, outermost: bool) -> None:
         """After a forward that ended well. Models in models may have no attention of their own."""
         if self.foreign is not None:
-            raise RuntimeError(_not_ours(type(self.model).__name__, f"{self.foreign} computes attention of its own"))
+            why = f"{self.foreign} computes attention of its own"
+            raise RuntimeError(_not_ours(type(self.model).__name__, why) + _as_a_part(self.model))
         if self.calls == 0 and outermost:
             raise RuntimeError(_not_ours(type(self.model).__name__, "its forward did not call dash_attn once"))
 
@@ -223,6 +224,16 @@ def _calling_modules() -> tuple[nn.Module | None, nn.Module | None]:
 
 def _implementation(module: nn.Module | None) -> str | None:
     return getattr(getattr(module, "config", None), "_attn_implementation", None)
+
+
+def _as_a_part(model: Any) -> str:
+    """How to ask for another implementation in this part of the watched model alone."""
+    whole = _watches.open[0].model.config
+    parts = {name: getattr(whole, name, None) for name in getattr(whole, "sub_configs", ())}
+    if not any(part is model.config for part in parts.values()):
+        return ""
+    asked = {name: "sdpa" if part is model.config else NAME for name, part in parts.items() if part is not None}
+    return f", or for this part alone: attn_implementation={asked}"
 
 
 def _not_ours(model: str, why: str) -> str:
