@@ -39,5 +39,7 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     """The end of an error about a word that nobody knows: the one that was probably meant, if any is close."""
     from difflib import get_close_matches
 
-    close = get_close_matches(str(word).lower(), list(known), n=1, cutoff=0.76)  # h100 is not h200, nor gpu cpu
+    typed, known = str(word).lower(), list(known)
+    close = get_close_matches(typed, known, n=1, cutoff=0.76)  # h100 is not h200, nor gpu cpu
+    close += [name for name in known if sorted(name) == sorted(typed)]  # a short word whose letters changed places
     return f"; did you mean {close[0]}?" if close else ""

@@ -184,6 +184,9 @@ def test_bad_input_is_one_message_and_code_2(capsys: pytest.CaptureFixture[str],
     [
         ("pln", "COMMAND must be one of plan, .*, diff; got pln; did you mean plan?"),
         ("fly", "COMMAND must be one of plan, .*, diff; got fly"),
+        ("plna", "COMMAND must be one of plan, .*, diff; got plna; did you mean plan?"),
+        ("plan --device cup", "--device must be one of auto, cpu, cuda; got cup; did you mean cpu?"),
+        ("plan --device gpu", "--device must be one of auto, cpu, cuda; got gpu"),
         ("plan --sequlen=5", "unknown argument --sequlen=5; did you mean --seqlen?"),
         ("diff a b --jsn", "unknown argument --jsn; did you mean --json?"),
         ("doctor --wings", "unknown argument --wings; `dash-attn doctor --help` lists what there is"),
@@ -215,8 +218,8 @@ def test_no_command_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> No
         pytest.param("--seqlen 1048576", "--tile-q 128 --tile-kv 256 with --seqlen, or 8192 x 4096 tiles", marks=pytest.mark.exhaustive),
         ("--seqlen 16384 --heads 4000", "--tile-q 128 --tile-kv 256 with --seqlen, or 128 x 64 tiles"),
         ("--seqlen 262144 --mask window:65536,0 --heads 40", "--tile-q 128 --tile-kv 256 with --seqlen, or 2048 x 1024 tiles"),
-        ("--heads 100000000", "Take fewer heads, or larger tiles"),
-        ("--heads 1000000000 --group 1000000000 --batch 1000000000", "Take fewer heads, or larger tiles"),
+        ("--heads 100000000", "Take fewer tokens or heads, or larger tiles"),
+        ("--heads 1000000000 --group 1000000000 --batch 1000000000", "Take fewer tokens or heads, or larger tiles"),
     ],
 )
 def test_too_many_tasks_are_refused_before_the_work(

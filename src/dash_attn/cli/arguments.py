@@ -123,7 +123,7 @@ def check_tasks(problem: Problem) -> None:
     fits = f": --tile-q {smaller.tile_q} --tile-kv {smaller.tile_kv} with --seqlen, or {smaller.q_tiles} x {smaller.kv_tiles} tiles"
     raise ValueError(
         f"more than {MOST_TASKS:,} tasks are too many to simulate."
-        f" Take fewer heads, or larger tiles{fits if smaller.tasks <= MOST_TASKS else ''}"
+        f" Take fewer tokens or heads, or larger tiles{fits if smaller.tasks <= MOST_TASKS else ''}"
     )
 
 
