@@ -275,6 +275,8 @@ def config_from(arguments: Sequence[str] | None) -> Config:
         kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if isinstance(default, bool) else {"type": type(default)}
         parser.add_argument(name, default=default, help=f"{comments.get(field.name, '')} (default: {default})".lstrip(), **kind)
     config = Config(**vars(parser.parse_args(arguments)))
+    if config.steps < 1:
+        parser.error(f"--steps must be at least 1; got {config.steps}")
     if not config.resume and (Path(config.out) / f"rank-{os.environ.get('RANK', 0)}.ledger").exists():
         parser.error(f"there is a run in {config.out}: continue it with --resume, or name another folder with --out")
     return config

@@ -64,6 +64,12 @@ def test_a_folder_that_has_a_run_is_refused_with_the_way_on(run: tuple[Path, str
     assert module.config_from(["--out", str(run[0]), "--resume"]).resume
 
 
+def test_no_step_is_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        module_of(EXAMPLE).config_from(["--steps", "-1"])
+    assert "error: --steps must be at least 1; got -1" in capsys.readouterr().err
+
+
 def test_its_help_explains_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         module_of(EXAMPLE).main(["--help"])
