@@ -49,6 +49,14 @@ def test_boolean_masks_are_made_of_booleans(array: Any) -> None:
         BooleanMask(array)
 
 
+def test_a_matrix_of_numbers_is_told_how_to_become_boolean() -> None:
+    numbers = torch.nn.Transformer.generate_square_subsequent_mask(10)
+    with pytest.raises(ValueError, match=r"got float32 of shape \(10, 10\); of a matrix of 0 and -inf take `matrix == 0`$"):
+        BooleanMask(numbers)
+    q = torch.randn(1, 10, 2, 8)
+    assert torch.equal(flash_attn_func(q, q, q, mask=BooleanMask(numbers == 0)), flash_attn_func(q, q, q, mask=numbers))
+
+
 def test_one_argument_says_what_is_attended() -> None:
     with pytest.raises(ValueError, match="give either mask or causal/window_size"):
         flash_attn_func(Q, K, K, mask=ONES, causal=True)

@@ -186,8 +186,10 @@ class BooleanMask:
         if not on_device:
             array = np.asarray(array)
         if str(array.dtype) not in ("bool", "torch.bool") or not 2 <= array.ndim <= 4 or 0 in array.shape:
+            hint = "; of a matrix of 0 and -inf take `matrix == 0`" if "float" in str(array.dtype) else ""
             raise ValueError(
-                f"a boolean mask must be boolean, not empty and of shape {DIMENSIONS}; got {array.dtype} of shape {tuple(array.shape)}"
+                f"a boolean mask must be boolean, not empty and of shape {DIMENSIONS};"
+                f" got {array.dtype} of shape {tuple(array.shape)}{hint}"
             )
         in_bits = bits_on_device if on_device else BitMatrix.of
         self._take([[in_bits(one) for one in heads] for heads in _without_repeats(array)], tuple(array.shape))
