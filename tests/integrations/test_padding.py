@@ -273,7 +273,7 @@ def test_where_only_the_device_knows_holes_are_no_offsets() -> None:
     assert offsets.cu_seqlens_q.unique().tolist() == offsets.cu_seqlens_k.unique().tolist() == [NO_OFFSETS]
     q, k, v, _ = inputs(LENGTH, torch.float32)
     rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    with pytest.raises(ValueError, match="keeps one stretch of each row"):
+    with pytest.raises(ValueError, match="keeps one stretch of each row.*: give holes as a 4-d mask"):
         flash_attn_varlen_func(*rows, offsets.cu_seqlens_q, offsets.cu_seqlens_k, offsets.max_seqlen_q, offsets.max_seqlen_k)
 
 
@@ -332,6 +332,20 @@ def assert_traced_whole(name: str, side: str) -> None:
     kept[1, 20] = 0
     with pytest.raises(ValueError, match="keeps one stretch of each row"):  # the same program: the values are read when it runs
         compiled(input_ids=TOKENS, **arguments(kept))
+
+
+@pytest.mark.exhaustive
+def test_a_compiled_program_takes_holes_in_a_4d_mask_only() -> None:
+    kept = torch.ones(3, LENGTH, dtype=torch.bool)
+    kept[1, 20] = False
+    model = model_of("llama", "dash_attn").eval()
+    expected = model(input_ids=TOKENS, attention_mask=kept).logits
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with pytest.raises(ValueError, match="give holes as a 4-d mask"):
+        compiled(input_ids=TOKENS, attention_mask=kept)
+    square = (kept[:, None] & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())[:, None]
+    assert torch.equal(compiled(input_ids=TOKENS, attention_mask=square).logits[kept], expected[kept])
 
 
 @pytest.mark.parametrize("name", ["mistral", "gpt_oss"])

@@ -15,8 +15,8 @@ Packed = tuple[Tensor, Tensor, int, int]  # SequenceOffsets' fields, not yet che
 # In place of every offset: whoever computed them found on the device, where nobody can raise, that there are none.
 NO_OFFSETS = -2
 FROM_A_MASK = (
-    "dash_attn needs an attention_mask that keeps one stretch of each row, with zeros only before it and behind it;"
-    " beside cu_seq_lens_q, one of ones"
+    "dash_attn needs an attention_mask that keeps one stretch of each row, with zeros only before it and behind it:"
+    " give holes as a 4-d mask; beside cu_seq_lens_q, one of ones"
 )
 
 
