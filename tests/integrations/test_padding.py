@@ -273,7 +273,7 @@ def test_where_only_the_device_knows_holes_are_no_offsets() -> None:
     assert offsets.cu_seqlens_q.unique().tolist() == offsets.cu_seqlens_k.unique().tolist() == [NO_OFFSETS]
     q, k, v, _ = inputs(LENGTH, torch.float32)
     rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    with pytest.raises(ValueError, match="keeps one stretch of each row.*: give holes as a 4-d mask"):
+    with pytest.raises(ValueError, match=r"keeps one stretch of each row.*: give holes as a 4-d mask"):
         flash_attn_varlen_func(*rows, offsets.cu_seqlens_q, offsets.cu_seqlens_k, offsets.max_seqlen_q, offsets.max_seqlen_k)
 
 
