@@ -102,7 +102,7 @@ def backend_in_words(process: Snapshot) -> str:
 # What each check says, as it is printed, with braces for what was seen.
 TEXTS = """
 error  deterministic-algorithms: torch.use_deterministic_algorithms is off
-    why: Operations that have an unordered and an ordered version run the unordered one, and those with only the first run silently.
+    why: Operations that have an unordered and an ordered version run the unordered one, and those without an ordered one run silently.
     fix: torch.use_deterministic_algorithms(True)
     see: PyTorch documentation, torch.use_deterministic_algorithms
 warning  warn-only: torch.use_deterministic_algorithms(True, warn_only=True)
