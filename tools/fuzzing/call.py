@@ -131,8 +131,9 @@ class Call:
         sizes = Sizes.of(self)
         gradient = max([sizes.gradient, *(largest(x) for name, x in truth.items() if name.startswith("gradient"))])
         largest_lse = max(sizes.scores, largest(truth["lse"]) if "lse" in truth else 0.0)  # of small scores: the logarithm of their number
-        found = {"out": (arithmetic * sizes.scores + rounding) * sizes.values, "lse": arithmetic * largest_lse + of_lse}
-        of_gradient = (arithmetic * sizes.scores + rounding) * gradient
+        of_sums = arithmetic * (sizes.scores + sizes.equal_terms) + rounding
+        found = {"out": of_sums * sizes.values, "lse": arithmetic * (largest_lse + sizes.equal_terms) + of_lse}
+        of_gradient = of_sums * gradient
         return {name: ERRORS * found.get(name, of_gradient) for name in truth}
 
 
@@ -143,10 +144,12 @@ class Sizes:
     scores: float
     values: float
     gradient: float
+    equal_terms: float  # how many are rounded the same way each time, where tokens are all the same: by half a rounding
 
     @classmethod
     def of(cls, call: Call) -> Sizes:
-        scores, values, gradient = 1.0, 1.0, 1.0
+        scores, values, gradient, equal_terms = 1.0, 1.0, 1.0, 0.0
+        repeats = any(0 in x.stride() for x in call.leaves.values())
         with torch.no_grad():
             sequences = call.cut({name: x.double() for name, x in call.leaves.items()})
         dout = max([1.0, *(longest_row(x) if x.ndim > 2 else largest(x) for x in call.cotangents)])
@@ -157,7 +160,8 @@ class Sizes:
             values = max(values, largest(v) / (1 - call.modifiers.dropout_p))
             weight = dout * max(1.0, longest_row(v)) / (1 - call.modifiers.dropout_p)
             gradient = max(gradient, weight, scale * weight * max(largest(q), largest(k)))
-        return cls(scores, values, gradient)
+            equal_terms = max(equal_terms, repeats * max(q.shape[1], k.shape[1]) / (2 * ERRORS))
+        return cls(scores, values, gradient, equal_terms)
 
 
 def largest(x: Tensor) -> float:
