@@ -37,7 +37,7 @@ def test_an_older_library_is_refused_when_a_door_is_opened(door: str, monkeypatc
     if module == "torch":
         monkeypatch.setattr(torch, "__version__", version)
     else:
-        monkeypatch.setitem(sys.modules, module, SimpleNamespace(__version__=version))
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(__version__=version, __spec__=object()))
     name = module.replace(".", "-")
     least = LEAST_WITH_FLASH_PLUG if door == "torch_flash" else LEAST[name]
     with pytest.raises(
