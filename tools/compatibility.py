@@ -2,7 +2,7 @@
 writes the outcome to tools/compatibility.json, of which `make pages` makes docs/compatibility.md.
 
     python tools/compatibility.py --list
-    python tools/compatibility.py torch-2.9       # its Python must be on the PATH, as python3.12; some GB of downloads
+    python tools/compatibility.py torch-2.9  # its Python must be on the PATH, as python3.12; some GB of downloads
 
 A row is replaced when it is run again. The environment is in a temporary folder, and goes when the row is written.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
 RECORD = Path(__file__).with_suffix(".json")
-LIMIT = 180  # seconds of all tests, on two cores
+LIMIT = 180  # seconds of all tests, on two cores that do nothing else
 # By room or door. None needs a GPU.
 TESTS = {
     "schedules": ("tests/scheduling/test_golden.py",),
@@ -44,6 +43,7 @@ TESTS = {
 RUNNERS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 LIBRARIES = ("numpy", "torch", "triton", "transformers", "accelerate", "megatron-core", "cuda-bindings", "nvidia-cuda-nvrtc")
 NVRTC_12 = "nvidia-cuda-nvrtc-cu12"  # a package of its own
+CUDA_12 = {"cuda-bindings": "12.9.4", "nvidia-cuda-nvrtc": ""}
 BY_TORCH = {"triton": "", "cuda-bindings": "", "nvidia-cuda-nvrtc": ""}  # its CUDA builds bring them
 
 
@@ -54,6 +54,10 @@ class Combination:
     python: str
     versions: dict[str, str] = field(default_factory=dict)
     runs: bool = True  # else kernels are compiled, and nothing runs
+
+    def __str__(self) -> str:
+        versions = (f"{name} {version or 'as required'}" for name, version in self.versions.items())
+        return f"Python {self.python} {', '.join(versions)}"
 
     @property
     def required(self) -> list[str]:
@@ -66,43 +70,34 @@ class Combination:
         return "\n".join(line for line in lines if line.split("==")[0] not in self.versions)
 
 
-def nvrtc(version: str) -> Combination:
-    """The pinned PyTorch, and this compiler with the bindings of its CUDA."""
-    if version.startswith("12"):
-        return Combination("3.11", {NVRTC_12: version, "cuda-bindings": "12.9.4"}, runs=False)
-    return Combination("3.11", {"nvidia-cuda-nvrtc": version}, runs=False)
-
-
 COMBINATIONS = {
     "pinned": Combination("3.11"),
     "python-3.10": Combination("3.10", {"torch": "2.13.0", **BY_TORCH, "numpy": "2.2.6"}),
     "python-3.12": Combination("3.12", {"torch": "2.13.0", **BY_TORCH}),
     "python-3.13": Combination("3.13", {"torch": "2.13.0", **BY_TORCH}),
-    "oldest": Combination(
-        "3.10",
-        {"torch": "2.9.0", **BY_TORCH, "cuda-bindings": "12.9.4", "numpy": "1.24.4", "transformers": "5.6.0", "accelerate": ""},
-    ),
+    "oldest": Combination("3.10", {"torch": "2.9.0", **BY_TORCH, **CUDA_12, "numpy": "1.24.4", "transformers": "5.6.0"}),
     "newest": Combination("3.13", {"torch": "2.15.0", **BY_TORCH, "numpy": ""}),
-    "torch-2.9": Combination("3.12", {"torch": "2.9.1", **BY_TORCH, "cuda-bindings": "12.9.4", "numpy": "2.2.6"}),
+    "torch-2.9": Combination("3.12", {"torch": "2.9.1", **BY_TORCH, **CUDA_12, "numpy": "2.2.6"}),
     **{f"torch-2.{minor}": Combination("3.12", {"torch": f"2.{minor}.0", **BY_TORCH}) for minor in (10, 11, 12, 14, 15)},
     **{f"transformers-{version}": Combination("3.11", {"transformers": version}) for version in ("5.6.0", "5.17.0")},
     **{f"triton-{version}": Combination("3.11", {"triton": version}) for version in ("3.7.1", "3.8.0", "3.9.0")},
     "triton-3.4.0": Combination("3.11", {"triton": "3.4.0", "numpy": "2.2.6"}),  # its interpreter fails with numpy 2.4
-    **{f"nvrtc-{version}": nvrtc(version) for version in ("12.6.85", "12.8.93", "12.9.86", "13.0.88", "13.4.92", "13.5.37")},
+    **{f"nvrtc-{version}": Combination("3.11", {**CUDA_12, NVRTC_12: version}, False) for version in ("12.6.85", "12.8.93", "12.9.86")},
+    **{f"nvrtc-{version}": Combination("3.11", {"nvidia-cuda-nvrtc": version}, False) for version in ("13.0.88", "13.5.37")},
 }
 
 
 # ---- an environment
 
 
-def run(name: str) -> dict[str, Any]:
+def run(name: str, limit: float) -> dict[str, Any]:
     """The row of a combination."""
     start, asked = time.monotonic(), COMBINATIONS[name]
     with TemporaryDirectory(prefix="dash-attn-") as folder:
         python = made(asked, Path(folder))
         row: dict[str, Any] = {"commit": commit(), "versions": versions(python), "compiled": compiled(python, Path(folder))}
         if asked.runs:
-            row["tests"] = tested(python, Path(folder))
+            row["tests"] = tested(python, Path(folder), limit)
     return {**row, "seconds": round(time.monotonic() - start)}
 
 
@@ -147,15 +142,15 @@ def commit() -> str:
 # ---- tests
 
 
-def tested(python: Path, folder: Path) -> dict[str, Any]:
+def tested(python: Path, folder: Path, limit: float) -> dict[str, Any]:
     """Of each room or door, how many tests passed and were skipped, and which failed; and seconds of all."""
     report, start = folder / "report.xml", time.monotonic()
     files = [path for paths in TESTS.values() for path in paths]
     options = ["-n", "2", "--dist", "worksteal", "-m", "not exhaustive", "-p", "no:cacheprovider", f"--junitxml={report}"]
     try:
-        subprocess.run([str(python), "-m", "pytest", *options, *files], cwd=ROOT, env=environment(folder), timeout=LIMIT, check=False)
+        subprocess.run([str(python), "-m", "pytest", *options, *files], cwd=ROOT, env=environment(folder), timeout=limit, check=False)
     except subprocess.TimeoutExpired:
-        return {"stopped": LIMIT}
+        return {"stopped": limit}
     return {**counted(report.read_text(encoding="utf-8")), "seconds": round(time.monotonic() - start)}
 
 
@@ -226,18 +221,16 @@ def record() -> dict[str, Any]:
 
 
 def listing() -> str:
-    """Every combination, and when it was run."""
+    """Every combination, and the commit at which it was run."""
     rows = record()
-    lines = (
-        f"{name:22} Python {asked.python} {asked.versions} {rows.get(name, {}).get('commit', '-')}" for name, asked in COMBINATIONS.items()
-    )
-    return "\n".join(re.sub(r"[{}']", "", line) for line in lines)
+    return "\n".join(f"{name:20} {rows.get(name, {}).get('commit', '-'):10} {asked}" for name, asked in COMBINATIONS.items())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("combination", nargs="?", choices=COMBINATIONS)
     parser.add_argument("--list", action="store_true", help="show the combinations, with the commit at which each was run")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of all tests (default %(default)s); more on a busy machine")
     parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.compile:
@@ -245,7 +238,7 @@ def main() -> None:
     elif asked.list or asked.combination is None:
         print(listing())
     else:
-        row = run(asked.combination)
+        row = run(asked.combination, asked.limit)
         rows = {**record(), asked.combination: row}
         ordered = {name: rows[name] for name in COMBINATIONS if name in rows}
         RECORD.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
