@@ -79,10 +79,10 @@ def target_of(architecture: str) -> Any:
 
 def said_by_ptxas(compiled: Any, architecture: str) -> str:
     """Registers, spills, and whether products wait for each other."""
-    from triton import knobs
+    from triton.backends.nvidia.compiler import get_ptxas
 
     name = "sm_" + architecture.replace(".", "") + ("a" if architecture >= "9.0" else "")
-    command = [knobs.nvidia.ptxas.path, "-v", f"--gpu-name={name}", "--fmad=false", "-o", os.devnull]
+    command = [get_ptxas(target_of(architecture).arch).path, "-v", f"--gpu-name={name}", "--fmad=false", "-o", os.devnull]
     with NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(compiled.asm["ptx"])
         file.flush()

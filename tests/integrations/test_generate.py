@@ -82,7 +82,7 @@ def test_a_cache_that_does_not_say_what_it_dropped_has_other_bits(recorder: Reco
     """The control of sliding caches: from token 128 on, 40 keys counted from 0 lie in one tile, and in training in two."""
 
     def from_zero(q: Tensor, k: Tensor, v: Tensor, given: LayerMask, options: Any) -> Tensor:
-        given.first_position = 0
+        given.first_position, given.places = 0, None  # versions that hand a mask of ones on have places
         return attend(q, k, v, given, options)
 
     attend = huggingface.attend_to_cache
@@ -126,8 +126,11 @@ def chunked_attention(implementation: str) -> Any:
 def test_a_chunk_is_a_sequence_of_its_own(way: str, recorder: Recorder) -> None:
     """As in the training forward, where chunks are documents. The control counts positions from the first token."""
     prompt = PROMPT.repeat(1, 2)[:, :190]
-    tokens = sampled(chunked_attention("dash_attn"), prompt, **WAYS[way])
-    assert torch.equal(tokens, sampled(chunked_attention("eager"), prompt, **WAYS[way]))
+    try:
+        expected = sampled(chunked_attention("eager"), prompt, **WAYS[way])
+    except TypeError as error:  # 5.17 has a mistake of its own
+        pytest.skip(f"transformers cannot do it with eager either: {error}")
+    assert torch.equal(expected, sampled(chunked_attention("dash_attn"), prompt, **WAYS[way]))
     q, k, v, out = recorder.joined(0, 0)
     assert same_bits(out, flash_attn_func(q, k, v, mask=Documents((CHUNK, CHUNK, 5))))
     steps = [flash_attn_func(q[:, n : n + 1], k[:, : n + 1], v[:, : n + 1], window_size=(n % CHUNK, 0)) for n in range(190, 205)]
