@@ -3,9 +3,7 @@ training forward, given the same queries, keys and values. Tokens are eager's.""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 from continuous_batching import batched_together, skip_without_pages  # noqa: E402
 from dash_attn import Documents, flash_attn_func  # noqa: E402
 from dash_attn.call.offsets import SequenceOffsets  # noqa: E402
-from dash_attn.errors import Unsupported  # noqa: E402
 from dash_attn.integrations import _caches, huggingface  # noqa: E402
 from dash_attn.integrations._layer_mask import LayerMask, places_in_cache  # noqa: E402
 from dense import same_bits  # noqa: E402
@@ -356,22 +353,6 @@ def test_continuous_batching_keeps_our_implementation(monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.setattr(type(model), "set_attn_implementation", lambda self, name: pytest.fail(f"set to {name}"))
         sampled_together(model, PROMPTS[:1], tokens=2)
-
-
-@pytest.mark.parametrize("implementation", ["dash_attn", "eager"])
-def test_continuous_batching_of_early_versions_is_refused(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With dash_attn alone."""
-    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
-
-    made: list[Any] = []
-    monkeypatch.setattr(ContinuousBatchingManager, "__init__", lambda self, model, *_, **__: made.append(model))
-    model = model_of("llama", "eager")
-    model.config._attn_implementation = implementation
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.16.1")
-    refused = pytest.raises(Unsupported, match=r"generate_batch with dash_attn needs transformers 5.17 or later; got 5.16.1")
-    with huggingface.enable(), refused if implementation == "dash_attn" else nullcontext():
-        ContinuousBatchingManager(model=model)
-    assert len(made) == (implementation == "eager")
 
 
 def test_the_prefix_of_paged_implementations() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +45,19 @@ def test_an_older_library_is_refused_when_a_door_is_opened(door: str, monkeypatc
         Unsupported, match=rf"(?i){door}.* needs {name} {least} or later; got {re.escape(version)}: pip install '{name}>={least}'"
     ):
         opened()
+
+
+@pytest.mark.parametrize("implementation", ["dash_attn", "paged|dash_attn", "eager"])
+def test_generate_batch_of_early_versions_is_refused_with_dash_attn(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = pytest.importorskip("transformers.generation.continuous_batching.continuous_api")
+    made: list[Any] = []
+    monkeypatch.setattr(pages.ContinuousBatchingManager, "__init__", lambda self, model, *_, **__: made.append(model))
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.16.1")
+    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=implementation))
+    refused = pytest.raises(Unsupported, match=r"generate_batch with dash_attn needs transformers 5.17 or later; got 5.16.1")
+    with huggingface.enable(), nullcontext() if implementation == "eager" else refused:
+        pages.ContinuousBatchingManager(model=model)
+    assert len(made) == (implementation == "eager")
 
 
 def test_the_oldest_that_works_and_later_ones_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
