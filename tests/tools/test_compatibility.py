@@ -22,6 +22,9 @@ REPORT = """<testsuites><testsuite>
 <testcase classname="tests.integrations.test_sdpa" name="test_c"><skipped message="no GPU" /></testcase>
 <testcase classname="tests.integrations.test_sdpa" name="test_d"><skipped message="no GPU" /></testcase>
 <testcase classname="" name="tests.integrations.test_torch_flash"><error message="cannot be imported" /></testcase>
+<testcase classname="" name="tests.integrations.test_megatron_core">
+<skipped message="collection skipped">('test.py', 9, 'Skipped: no Megatron (here)')
+</skipped></testcase>
 </testsuite></testsuites>"""
 
 
@@ -79,6 +82,7 @@ def test_the_report_is_counted_by_room() -> None:
     assert found["schedules"] == {"passed": 1, "skipped": {}, "failed": ["test_golden::test_b[causal]"]}
     assert found["SDPA"] == {"passed": 0, "skipped": {"no GPU": 2}, "failed": []}
     assert found["flash operators"]["failed"] == ["test_torch_flash::tests.integrations.test_torch_flash"]
+    assert found["Megatron-Core"]["skipped"] == {"no Megatron (here)": 1}
     assert found["ledger"] == {"passed": 0, "skipped": {}, "failed": []}
 
 
