@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -25,7 +26,7 @@ def namespace() -> dict[str, Any]:
     """What calls find: our names, and what the first block of code on the page prepares."""
     names: dict[str, Any] = {name: getattr(dash_attn, name) for name in dash_attn.__all__}
     names |= {"torch": torch, "huggingface": huggingface, "scaled_dot_product_attention": scaled_dot_product_attention}
-    names |= {"SimpleNamespace": SimpleNamespace, "DashCoreAttention": megatron.DashCoreAttention, "megatron": megatron}
+    names |= {"SimpleNamespace": SimpleNamespace, "patch": patch, "DashCoreAttention": megatron.DashCoreAttention, "megatron": megatron}
     names |= {name: getattr(room, name) for room in (distributed, scheduling) for name in room.__all__}
     exec(PAGE.read_text(encoding="utf-8").split("```")[1].removeprefix("python"), names)
     return names

@@ -101,7 +101,7 @@ def _absolute_imports(node: ast.AST) -> list[str]:
 
 
 def _files() -> Iterator[tuple[str, bytes]]:
-    for room in ("errors.py", "formats.py", "door.py", *ROOMS):
+    for room in ("errors.py", "formats.py", "libraries.py", "door.py", *ROOMS):
         for file in sorted((PACKAGE / room).rglob("*")) or [PACKAGE / room]:
             path = file.relative_to(PACKAGE).as_posix()
             if file.suffix in KINDS and path not in LEFT_OUT:

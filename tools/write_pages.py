@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import compatibility_page
 import dash_page
 import errors_page
 import evidence_page
@@ -16,6 +17,7 @@ from dash_attn.viewing.explore.server import saved_page
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = {
+    "compatibility.md": compatibility_page.page,
     "dash.md": dash_page.page,
     "errors.md": errors_page.page,
     "evidence.md": evidence_page.page,

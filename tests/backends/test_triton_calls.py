@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -99,8 +100,9 @@ def test_without_triton_it_says_so() -> None:
 def test_an_old_triton_is_named() -> None:
     with (
         patch.object(support, "find_spec", return_value=object()),
-        patch.object(support, "triton_version", return_value="3.1.0"),
-        pytest.raises(Unsupported, match=r"needs Triton 3.4 or later; got 3.1.0"),
+        patch.object(support, "triton_version"),
+        patch.dict(sys.modules, {"triton": SimpleNamespace(__version__="3.1.0")}),
+        pytest.raises(Unsupported, match=r"backend 'triton' needs triton 3.4 or later; got 3.1.0"),
     ):
         check_triton()
 

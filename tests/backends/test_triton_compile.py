@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from dash_attn.backends.machine_code import machine_code_hash
+from dash_attn.backends.triton.support import triton_version
 from dash_attn.backends.triton.tiles import read_table
+from dash_attn.libraries import numbers
 from needs_triton import needs_triton
 from triton_compiling import SHARED_MEMORY, Compiled, PretendedDriver, said_by_ptxas, target_of
 
@@ -60,11 +62,12 @@ def test_kernels_compile_within_shared_memory(architecture: str, name: str, case
 
 @pytest.mark.parametrize("serialised", [False, True])
 def test_products_of_hopper_kernels_run_side_by_side(serialised: bool) -> None:
-    """A loop over partial tiles that has one stage makes ptxas serialise the products of all loops: the control."""
+    """A loop over partial tiles that has one stage makes ptxas serialise the products of all loops: the control, up to Triton 3.8."""
     launch = Compiled("9.0", (64, 64)).launches()["forward"]
     if serialised:
         launch = replace(launch, constants={**launch.constants, "PARTIAL_STAGES": 1})
-    assert (SERIALISED in said_by_ptxas(launch.compile(target_of("9.0")), "9.0")) == serialised
+    expected = serialised and numbers(triton_version()) < (3, 9)
+    assert (SERIALISED in said_by_ptxas(launch.compile(target_of("9.0")), "9.0")) == expected
 
 
 def test_small_kernels_compile() -> None:

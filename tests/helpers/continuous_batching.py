@@ -5,11 +5,21 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+import pytest
+
+from dash_attn.libraries import LEAST_WITH_PAGES, installed, numbers
+
+
+def skip_without_pages() -> None:
+    if numbers(installed("transformers") or "") < numbers(LEAST_WITH_PAGES):
+        pytest.skip(f"generate_batch with dash_attn needs transformers {LEAST_WITH_PAGES}")
+
 
 def batched_together(model: Any, prompts: list[list[int]], tokens: int, **choices: Any) -> list[Any]:
     """The requests in the order of the prompts. Long prompts come in chunks."""
     import transformers
 
+    skip_without_pages()
     known = {field.name for field in fields(transformers.ContinuousBatchingConfig)}
     size = "page_size" if "page_size" in known else "block_size"  # before 5.19
     options = {name: choices.pop(name) for name in list(choices) if name in known}

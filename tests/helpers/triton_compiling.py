@@ -17,9 +17,11 @@ from dash_attn import Causal, Mask, Prefix, TileMap
 from dash_attn.backends.triton import passes
 from dash_attn.backends.triton.explain import _launches
 from dash_attn.backends.triton.launch import Launch
+from dash_attn.backends.triton.support import triton_version
 from dash_attn.call.call import Call
 from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
+from dash_attn.libraries import numbers
 from dash_attn.masks import TilePattern
 
 KIB = 1024
@@ -81,8 +83,9 @@ def said_by_ptxas(compiled: Any, architecture: str) -> str:
     """Registers, spills, and whether products wait for each other."""
     from triton import knobs
 
+    tools, newer = knobs.nvidia, numbers(triton_version()) >= (3, 9)  # which has left the older one for Hopper, too
     name = "sm_" + architecture.replace(".", "") + ("a" if architecture >= "9.0" else "")
-    command = [knobs.nvidia.ptxas.path, "-v", f"--gpu-name={name}", "--fmad=false", "-o", os.devnull]
+    command = [(tools.ptxas_blackwell if newer else tools.ptxas).path, "-v", f"--gpu-name={name}", "--fmad=false", "-o", os.devnull]
     with NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(compiled.asm["ptx"])
         file.flush()

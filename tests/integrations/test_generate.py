@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
-from continuous_batching import batched_together  # noqa: E402
+from continuous_batching import batched_together, skip_without_pages  # noqa: E402
 from dash_attn import Documents, flash_attn_func  # noqa: E402
 from dash_attn.call.offsets import SequenceOffsets  # noqa: E402
 from dash_attn.integrations import _caches, huggingface  # noqa: E402
@@ -52,6 +52,14 @@ def recorder() -> Iterator[Recorder]:
     transformers.AttentionInterface.register(huggingface.NAME, ours)
 
 
+def by_eager(model: Any, prompt: Tensor = PROMPT, **choices: Any) -> Tensor:
+    """Tokens to compare with. Some versions have a mistake of their own: 5.6 in look-ups, 5.17 in the masks of static chunks."""
+    try:
+        return sampled(model, prompt, **choices)
+    except TypeError as error:
+        pytest.skip(f"transformers {transformers.__version__} cannot do it with eager either: {str(error).splitlines()[0]}")
+
+
 def model_of(name: str, implementation: str = "dash_attn", dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation=implementation, dtype=dtype).eval()
@@ -82,7 +90,7 @@ def test_a_cache_that_does_not_say_what_it_dropped_has_other_bits(recorder: Reco
     """The control of sliding caches: from token 128 on, 40 keys counted from 0 lie in one tile, and in training in two."""
 
     def from_zero(q: Tensor, k: Tensor, v: Tensor, given: LayerMask, options: Any) -> Tensor:
-        given.first_position = 0
+        given.first_position, given.places = 0, None  # versions that hand a mask of ones on have places
         return attend(q, k, v, given, options)
 
     attend = huggingface.attend_to_cache
@@ -108,8 +116,8 @@ def test_sdpa_has_other_bits(recorder: Recorder) -> None:
 def test_beams_and_speculation_choose_eagers_tokens(choices: dict[str, Any]) -> None:
     huggingface.enable()
     prompt = PROMPT[:1, :30].repeat(1, 3)
-    ours, eager = (sampled(model_of("llama", kind), prompt, **choices) for kind in ("dash_attn", "eager"))
-    assert torch.equal(ours, eager)
+    expected = by_eager(model_of("llama", "eager"), prompt, **choices)
+    assert torch.equal(sampled(model_of("llama"), prompt, **choices), expected)
 
 
 CHUNK = 100  # of Llama 4's attention
@@ -126,8 +134,8 @@ def chunked_attention(implementation: str) -> Any:
 def test_a_chunk_is_a_sequence_of_its_own(way: str, recorder: Recorder) -> None:
     """As in the training forward, where chunks are documents. The control counts positions from the first token."""
     prompt = PROMPT.repeat(1, 2)[:, :190]
-    tokens = sampled(chunked_attention("dash_attn"), prompt, **WAYS[way])
-    assert torch.equal(tokens, sampled(chunked_attention("eager"), prompt, **WAYS[way]))
+    expected = by_eager(chunked_attention("eager"), prompt, **WAYS[way])
+    assert torch.equal(expected, sampled(chunked_attention("dash_attn"), prompt, **WAYS[way]))
     q, k, v, out = recorder.joined(0, 0)
     assert same_bits(out, flash_attn_func(q, k, v, mask=Documents((CHUNK, CHUNK, 5))))
     steps = [flash_attn_func(q[:, n : n + 1], k[:, : n + 1], v[:, : n + 1], window_size=(n % CHUNK, 0)) for n in range(190, 205)]
@@ -339,6 +347,7 @@ def test_continuous_batching_keeps_our_implementation(monkeypatch: pytest.Monkey
     from transformers.generation.continuous_batching import continuous_api
 
     huggingface.enable()
+    skip_without_pages()
     monkeypatch.setattr(continuous_api, "is_flash_attn_2_available", lambda **_: True)
     model = model_of("llama")
     with monkeypatch.context() as patch:

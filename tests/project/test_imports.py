@@ -124,7 +124,7 @@ def broken_rules(module: str) -> list[str]:
         top = imported.split(".")[0]
         if top == "dash_attn":
             other = room_of(imported)
-            if other not in {room, *ROOMS[room], "errors", "formats", "__init__"}:
+            if other not in {room, *ROOMS[room], "errors", "formats", "libraries", "__init__"}:
                 found.append(f"{module} imports {imported}, but {room} may import {', '.join(sorted(ROOMS[room])) or 'no other room'} only")
             backends = [name.split(".")[2] for name in (module, imported) if name.startswith("dash_attn.backends.")]
             folders = {name for name in backends if (PACKAGE / "backends" / name).is_dir()}  # a file beside them is for all

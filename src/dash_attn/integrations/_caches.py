@@ -21,6 +21,7 @@ from ..attention.kv_cache import flash_attn_with_kvcache
 from ..attention.varlen import flash_attn_varlen_func
 from ..call.offsets import SequenceOffsets
 from ..door import Change
+from ..libraries import LEAST_WITH_PAGES, check_library, installed, numbers
 from ..masks import Causal, Full, Mask, Window
 from ._documents import offsets_of_arguments
 from ._layer_mask import NAME, LayerMask
@@ -77,22 +78,28 @@ def _mask_arguments(mask: Mask | Tensor) -> dict[str, Any]:
 
 
 def kept_implementation() -> Iterator[Change]:
-    """transformers lets continuous batching run with implementations that it knows, and would replace ours or refuse it."""
+    """transformers lets continuous batching run with implementations that it knows, and would replace ours or refuse it. Earlier versions
+    would run it with other bits."""
     try:
         from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
     except ImportError:  # a version without it, or without what it needs
         return
-    original = getattr(ContinuousBatchingManager, "switch_to_cb_friendly_attn", None)
+    early = numbers(installed("transformers") or "") < numbers(LEAST_WITH_PAGES)
+    name = "__init__" if early else "switch_to_cb_friendly_attn"
+    original = getattr(ContinuousBatchingManager, name, None)
     if original is None or getattr(original, "keeps_dash_attn", False):  # older versions refuse implementations that they do not know
         return
 
     @wraps(original)
-    def switch_to_cb_friendly_attn(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        if model.config._attn_implementation != NAME:
+    def changed(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        ours = model.config._attn_implementation in (NAME, f"paged|{NAME}")
+        if ours and early:
+            check_library("transformers", "generate_batch with dash_attn", LEAST_WITH_PAGES)
+        if early or not ours:
             original(self, model, *args, **kwargs)
 
-    switch_to_cb_friendly_attn.keeps_dash_attn = True  # type: ignore[attr-defined]
-    yield Change(ContinuousBatchingManager, "switch_to_cb_friendly_attn", switch_to_cb_friendly_attn)
+    changed.keeps_dash_attn = True  # type: ignore[attr-defined]
+    yield Change(ContinuousBatchingManager, name, changed)
 
 
 def attend_to_pages(

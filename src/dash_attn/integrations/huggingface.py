@@ -20,6 +20,7 @@ from ..attention.functions import flash_attn_func
 from ..attention.varlen import flash_attn_varlen_func
 from ..call.offsets import SequenceOffsets
 from ..door import Change, Door, refuse_unknown
+from ..libraries import check_library
 from ..masks import Causal, Documents, Full, Mask, Window
 from ._caches import FOR_THE_CACHE, attend_to_cache, attend_to_pages, goes_to_cache, kept_implementation
 from ._documents import OFFSETS, ON_THE_HOST, PositionReader, are_noted, given_documents, offsets_of_arguments, offsets_of_indices
@@ -78,6 +79,7 @@ def enable() -> AbstractContextManager[object]:
     Models that are built with it are checked: one whose attention does not go through dash_attn raises when it is
     built, or at its first forward.
     """
+    check_library("transformers", f"dash_attn.{DOOR.module}")
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 

@@ -16,6 +16,7 @@ from ..attention.varlen import flash_attn_varlen_func
 from ..call.offsets import SequenceOffsets
 from ..call.options import check_dropout
 from ..door import refuse_unknown
+from ..libraries import check_library
 from ..masks import Causal, Full, Mask, Window
 
 __all__ = ["DashCoreAttention", "enable"]
@@ -136,6 +137,7 @@ def enable(spec: Any) -> Any:
 
     Raises if there is none, or if one is neither Megatron's nor Transformer Engine's dot-product attention.
     """
+    check_library("megatron-core", WHO)
     replaced: list[str] = []
     copy = _replaced(spec, replaced.append)
     if not replaced:

@@ -23,6 +23,7 @@ from ..attention.kept_options import kept_options
 from ..call.options import check_dropout, is_finite, is_zero
 from ..call.tensor_checks import DTYPES, check_flags, check_strided, shape_problem
 from ..door import Change, Door
+from ..libraries import check_library
 from ..masks import Causal, Full, Mask, Window
 from ._torch_context_parallel import HERE, check_block, has_placement, placed_like, rows_of_torch
 
@@ -47,6 +48,7 @@ def enable(**options: Any) -> AbstractContextManager[object]:
     Code that imported the function by name before keeps PyTorch's. Blocks nest. The replacement holds for the whole process: other threads
     also see it, so enter and leave blocks on one thread. Gradients may be taken after the block.
     """
+    check_library("torch", f"dash_attn.{DOOR.module}")
     _check_options(options)
     check_block(options.get("context_parallel"), options.get("sharding", "zigzag"))
     get_overridable_functions()  # PyTorch makes this list once: made from now on, it would have our function in it for good

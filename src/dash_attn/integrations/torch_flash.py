@@ -24,6 +24,7 @@ from ..call.offsets import SequenceOffsets
 from ..call.options import AttentionOptions, Choices, is_zero, options_for
 from ..call.tensor_checks import check_tensors
 from ..door import Change, Door, refuse_unknown
+from ..libraries import LEAST_WITH_FLASH_PLUG, check_library
 from .sdpa import WEIGHTS
 
 NAME = "dash_attn"
@@ -40,6 +41,7 @@ def enable() -> AbstractContextManager[object]:
     nn.Transformer's layers in evaluation, which call neither. A warning says where nn.MultiheadAttention computes weights.
     torch.nn.attention.sdpa_kernel still chooses others in its own block.
     """
+    check_library("torch", f"dash_attn.{DOOR.module} (unlike integrations.sdpa)", LEAST_WITH_FLASH_PLUG)
     if not _is_listed():
         raise RuntimeError(
             f"PyTorch {torch.__version__} has no torch.nn.attention.register_flash_attention_impl; newer versions have it."

@@ -6,16 +6,20 @@ torchtitan looks overrides up in the module that it imports, so this module impo
 from dataclasses import dataclass
 from typing import Any
 
-import spmd_types
 from torch import Tensor
-from torchtitan.config import derive, override
-from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention, VarlenMetadata
-from torchtitan.models.common.decoder import Decoder
-from torchtitan.protocols.model import BaseModel
-from torchtitan.protocols.module import Module
 
 from ..door import refuse_unknown
+from ..libraries import check_library
 from ._torchtitan_calls import WHO, WITHOUT_EFFECT, Asked, attend, attend_documents, refuse_masks
+
+check_library("torchtitan", WHO)  # before what follows, which earlier ones lack
+
+import spmd_types  # noqa: E402
+from torchtitan.config import derive, override  # noqa: E402
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention, VarlenMetadata  # noqa: E402
+from torchtitan.models.common.decoder import Decoder  # noqa: E402
+from torchtitan.protocols.model import BaseModel  # noqa: E402
+from torchtitan.protocols.module import Module  # noqa: E402
 
 __all__ = ["DashDocumentAttention", "DashScaledDotProductAttention", "dash_attention", "enable"]
 

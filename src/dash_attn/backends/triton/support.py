@@ -1,6 +1,5 @@
 """What this backend can do, and on which GPUs. Everything else raises: nothing falls back."""
 
-import re
 from functools import cache
 from importlib.util import find_spec
 
@@ -9,11 +8,11 @@ import torch
 from ...call.call import Call
 from ...call.options import in_words
 from ...errors import Unsupported
+from ...libraries import LEAST, check_library
 from ...masks import IntervalMask, PatternPerHead, TileMap, TilePattern
 from ..gpus import OLDEST
 
 LARGEST_DIM = 256
-LEAST_TRITON = (3, 4)
 LONGEST = 2**29  # of a sequence: positions are told apart with 32 bits
 MOST_PROGRAMS = 2**31  # of a launch
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -41,12 +40,10 @@ def check_triton() -> None:
     if find_spec("triton") is None:
         raise Unsupported(
             "backend 'triton' needs Triton, which is not installed. PyTorch's CUDA and ROCm builds for Linux bring it;"
-            f" elsewhere: pip install 'triton>={LEAST_TRITON[0]}.{LEAST_TRITON[1]}'"
+            f" elsewhere: pip install 'triton>={LEAST['triton']}'"
         )
-    version = triton_version()
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or (int(found[1]), int(found[2])) < LEAST_TRITON:
-        raise Unsupported(f"backend 'triton' needs Triton {LEAST_TRITON[0]}.{LEAST_TRITON[1]} or later; got {version}")
+    triton_version()  # imports it
+    check_library("triton", "backend 'triton'")
 
 
 def triton_version() -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 from ...backends.gpus import OLDEST
+from ...libraries import LEAST, numbers
 from ..machine import Gpu, Snapshot
 
 Severity = Literal["error", "warning", "info"]
@@ -18,7 +19,6 @@ NVTE = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 MAX_AUTOTUNE = "TORCHINDUCTOR_MAX_AUTOTUNE"
 HASH_SEED = "PYTHONHASHSEED"
 READ_ONCE = (CUBLAS, NVTE, "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "NVIDIA_TF32_OVERRIDE", MAX_AUTOTUNE)
-LEAST_TORCH = (2, 9)  # as the texts say
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,7 @@ def _nccl(process: Snapshot) -> str | None:
 
 
 def _old_torch(process: Snapshot) -> str | None:
-    found = re.match(r"(\d+)\.(\d+)", process.torch_version)
-    return process.torch_version if found is not None and (int(found[1]), int(found[2])) < LEAST_TORCH else None
+    return process.torch_version if numbers(process.torch_version) < numbers(LEAST["torch"]) else None
 
 
 def _other_gpu(process: Snapshot) -> str | None:

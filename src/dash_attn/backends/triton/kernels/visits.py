@@ -129,7 +129,7 @@ def is_kept(
 @triton.jit
 def words_of(row, block, words, places, block_columns, q_len, kv_len):
     """Of each row, the 64 elements of a block of columns; bit j is column j."""
-    inside = (row < q_len) & (block * BIT_BLOCK < kv_len)
+    inside = row < tl.where(block * BIT_BLOCK < kv_len, q_len, 0)  # `&` of a tile and a number: no mask to the interpreter of Triton 3.9
     place = tl.load(places + (row // BIT_BLOCK).to(tl.int64) * block_columns + block, mask=inside, other=0)
     return tl.load(words + place.to(tl.int64) * BIT_BLOCK + row % BIT_BLOCK, mask=inside, other=0)
 
