@@ -92,7 +92,7 @@ def scaled_dot_product_attention(
         return placed_like(query, scaled_dot_product_attention(*rows, None, dropout_p, is_causal, scale, enable_gqa, **options))
     check_strided(query=query, key=key, value=value)
     batch, (q, k, v) = _heads_second(under_autocast(query, key, value), enable_gqa)
-    _check_tensors(q, k, v, enable_gqa, _shapes((query, key, value)))
+    _check_tensors(q, k, v, enable_gqa, given=(query, key, value))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     q_len, kv_len = q.shape[1], k.shape[1]
     if _is_first_aligned(attn_mask, q_len, kv_len):
@@ -231,8 +231,8 @@ def _refuse(dropout_p: Any, scale: Any, **flags: Any) -> None:
         raise ValueError(f"scale must be None or a finite number other than 0; got {scale!r}")
 
 
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, given: str) -> None:
-    """What flash_attn_func would also refuse, with the names and the layout of this function. given: the shapes, in words."""
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, given: Sequence[Tensor]) -> None:
+    """What flash_attn_func would also refuse, with the names and the layout of this function, and the shapes of what was given."""
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"query, key and value must have one dtype; got {query.dtype}, {key.dtype}, {value.dtype}")
     if query.dtype not in DTYPES:
@@ -243,7 +243,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, 
     if not enable_gqa and key.shape[1] not in (1, query.shape[1]):
         problem = "query and key must have the same heads unless enable_gqa=True"
     if problem is not None:
-        raise ValueError(f"{problem}; got {given}: (..., heads, length, head dim)")
+        raise ValueError(f"{problem}; got {_shapes(given)}: (..., heads, length, head dim)")
 
 
 def _shapes(tensors: Sequence[Tensor]) -> str:

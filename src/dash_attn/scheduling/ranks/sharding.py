@@ -88,7 +88,7 @@ class Sharding:
     def named(cls, name: str, rows: int, ranks: int) -> Sharding:
         if name not in SHARDINGS:
             raise ValueError(f"unknown sharding {name!r}; choose from {', '.join(SHARDINGS)}, or give a Sharding")
-        if whole_number("ranks", ranks) > rows:  # before anything is made for each
+        if whole_number("ranks", ranks) > whole_number("rows", rows):  # before anything is made for each
             raise ValueError(f"{rows:,} rows cannot be dealt to {ranks:,} ranks")
         made: Sharding = getattr(cls, name)(rows, ranks)
         return made
