@@ -277,6 +277,8 @@ def config_from(arguments: Sequence[str] | None) -> Config:
     config = Config(**vars(parser.parse_args(arguments)))
     if config.steps < 1:
         parser.error(f"--steps must be at least 1; got {config.steps}")
+    if Path(config.out).exists() and not Path(config.out).is_dir():
+        parser.error(f"--out must be a folder; {config.out} is a file")
     if not config.resume and (Path(config.out) / f"rank-{os.environ.get('RANK', 0)}.ledger").exists():
         parser.error(f"there is a run in {config.out}: continue it with --resume, or name another folder with --out")
     return config

@@ -68,6 +68,9 @@ def test_no_step_is_no_run(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         module_of(EXAMPLE).config_from(["--steps", "-1"])
     assert "error: --steps must be at least 1; got -1" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        module_of(EXAMPLE).config_from(["--out", __file__])
+    assert f"error: --out must be a folder; {__file__} is a file" in capsys.readouterr().err
 
 
 def test_its_help_explains_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
