@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
+from dash_attn import Documents  # noqa: E402
 from dash_attn.integrations import _documents, huggingface  # noqa: E402
-from sweep_models import LENGTH, NAMES, build, changed, outcome_of, quiet, tokens  # noqa: E402  # noqa: E402
+from sweep_models import LENGTH, NAMES, build, changed, outcome_of, quiet, tokens  # noqa: E402
 
 FIRST = 15  # tokens of the first document
 PACKED = torch.cat([torch.arange(FIRST), torch.arange(LENGTH - FIRST)])[None]
@@ -46,11 +48,15 @@ def moved(call: Callable[..., Any], **given: Any) -> float:
     return float((before - after)[:, FIRST:].abs().max() / before.abs().max())
 
 
+def ends_of(mask: Any) -> list[int] | None:
+    return ENDS.tolist() if isinstance(mask, Documents) and FIRST in accumulate(mask.lengths) else None
+
+
 def seen_offsets(monkeypatch: pytest.MonkeyPatch) -> list[list[int] | None]:
-    """Of every call of our attention; None for one without documents."""
+    """Of every call of our attention; None for one without documents. Chunks of documents are documents in a mask."""
     seen: list[list[int] | None] = []
     packed, dense = huggingface.flash_attn_varlen_func, huggingface.flash_attn_func
-    monkeypatch.setattr(huggingface, "flash_attn_func", lambda *args, **rest: (seen.append(None), dense(*args, **rest))[1])
+    monkeypatch.setattr(huggingface, "flash_attn_func", lambda *args, **rest: (seen.append(ends_of(rest["mask"])), dense(*args, **rest))[1])
     monkeypatch.setattr(
         huggingface,
         "flash_attn_varlen_func",

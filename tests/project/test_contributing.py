@@ -184,11 +184,11 @@ def test_a_mask_is_added_in_four_steps(clone: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_head_dim_of_the_forward_is_one_line(clone: Path) -> None:
+def test_a_head_dim_of_the_forward_is_two_lines(clone: Path) -> None:
     """Its tiles have the rows of the next larger kernel; products of 112 columns are there already."""
-    edit(
-        clone / "src/dash_attn/backends/hopper/tiles.py", "(96, 96), (128, 128), (192, 128)", "(96, 96), (112, 112), (128, 128), (192, 128)"
-    )
+    tiles = clone / "src/dash_attn/backends/hopper/tiles.py"
+    edit(tiles, "(96, 96), (128, 128), (192, 128)", "(96, 96), (112, 112), (128, 128), (192, 128)")
+    edit(tiles, "(96, 96): {2: 229584}, ", "(96, 96): {2: 229584}, (112, 112): {2: 229584}, ")
     named = "no_variant or every_choice or (attention_forward and 112)"
     run(
         clone,
