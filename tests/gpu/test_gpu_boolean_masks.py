@@ -245,6 +245,19 @@ def test_sdpa_takes_it() -> None:
         assert not ours[~attends].any()
 
 
+def test_numbers_are_the_boolean_mask_that_they_are() -> None:
+    """0 and -inf, of any dtype. Another number raises, also one that is written into a mask that was seen before."""
+    tensors, mask = [x.transpose(1, 2) for x in inputs()[:3]], holes()
+    numbers = torch.zeros(Q_LEN, KV_LEN, device=DEVICE, dtype=torch.bfloat16).masked_fill(~mask, -torch.inf)
+    with sdpa.enable():
+        expected = functional.scaled_dot_product_attention(*tensors, attn_mask=mask, enable_gqa=True)
+        for same in (numbers, numbers.float(), numbers):
+            assert torch.equal(functional.scaled_dot_product_attention(*tensors, attn_mask=same, enable_gqa=True), expected)
+        numbers[3, 5] = -1e9
+        with pytest.raises(ValueError, match="must have 0 where a query attends to a key, and -inf elsewhere; got -"):
+            functional.scaled_dot_product_attention(*tensors, attn_mask=numbers, enable_gqa=True)
+
+
 def test_compiled() -> None:
     q, k, v, _ = inputs()
     compiled = torch.compile(lambda mask: flash_attn_func(q, k, v, mask=mask), fullgraph=True)
