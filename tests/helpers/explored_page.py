@@ -54,6 +54,16 @@ def place_of(page: Page, chart: int, time: float, lane: int) -> tuple[float, flo
     return x, y
 
 
+def place_of_tile(browser: Chromium, q_tile: int, kv_tile: int) -> tuple[float, float]:
+    """Where the middle of a tile of an 8 x 8 grid is on the screen."""
+    x, y = browser.run(
+        f"const {{ grid }} = explore.state\nconst box = grid.lower.getBoundingClientRect()\n"
+        f"const [x, y, width, height] = grid.boxOf(grid.items.get({q_tile} * 8 + {kv_tile}))\n"
+        "[box.left + x + width / 2, box.top + y + height / 2]"
+    )
+    return x, y
+
+
 def centre(browser: Chromium, selector: str) -> tuple[float, float]:
     box = f"const box = document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
     x, y = browser.run(f"{box}\n[box.left + box.width / 2, box.top + box.height / 2]")

@@ -8,15 +8,9 @@ import pytest
 
 from chromium import Chromium
 from dash_attn.cli import explore
-from explored_page import Page, place_of
+from explored_page import Page, place_of, place_of_tile
 
 PHONE = (390, 844)
-TILE = """
-const { grid } = explore.state
-const box = grid.lower.getBoundingClientRect()
-const [x, y, width, height] = grid.boxOf(grid.items.get(6 * 8 + 2))
-return [box.left + x + width / 2, box.top + y + height / 2]
-"""
 CHOSEN = "explore.state.chosen?.chart.run.title(explore.state.chosen.item) ?? ''"
 IN_SIGHT = """
 const box = document.querySelector("SELECTOR").getBoundingClientRect()
@@ -54,7 +48,7 @@ def in_sight(browser: Chromium, selector: str) -> tuple[bool, bool]:
 def test_a_finger_chooses_in_the_tiles_and_in_the_chart(phone: Page) -> None:
     browser = phone.browser
     browser.run("explore.state.grid.lower.scrollIntoView({ block: 'center' })\n1")
-    swipe(browser, *browser.run(TILE))
+    swipe(browser, *place_of_tile(browser, 6, 2))
     assert browser.run(CHOSEN) == "h0.q6.kv2"
     browser.run("explore.state.charts[0].lower.scrollIntoView({ block: 'center' })\n1")
     swipe(browser, *place_of(phone, 0, 21.5, 0))

@@ -17,7 +17,7 @@ from dash_attn.scheduling import Problem, generate
 from dash_attn.viewing.explore import runs
 from dash_attn.viewing.explore.server import PageServer, served_page
 from dash_attn.viewing.task_times import task_table
-from explored_page import IDLE, Page, click, place_of, wait_until
+from explored_page import IDLE, Page, click, place_of, place_of_tile, wait_until
 
 DESK, PHONE = (1440, 900), (390, 844)
 OVERFLOW = """
@@ -143,12 +143,6 @@ def test_the_tiles_are_those_of_the_mask(page: Page) -> None:
     assert f"{int(problem.partial.sum())} partial" in page.browser.run("explore.state.grid.title.textContent")
 
 
-PLACE_OF_TILE = """
-const { grid } = explore.state
-const box = grid.lower.getBoundingClientRect()
-const [x, y, width, height] = grid.boxOf(grid.items.get(6 * 8 + 2))
-return [box.left + x + width / 2, box.top + y + height / 2]
-"""
 DRAWN = "explore.state.charts[0].over.getImageData(0, 0, 2000, 1000).data.filter(Boolean).length"
 COLOURS = """
 const { grid } = explore.state
@@ -167,7 +161,7 @@ def test_chart_and_tiles_are_linked(sized: Page) -> None:
     browser.mouse("mouseMoved", *place_of(sized, 0, 21.5, 0))  # over the chart: its tile is marked
     assert browser.run("[explore.state.charts[0].hovered, explore.state.grid.marked]") == [5, 5]
     browser.run("explore.state.grid.lower.scrollIntoView({ block: 'center' })\n1")
-    x, y = browser.run(PLACE_OF_TILE)
+    x, y = place_of_tile(browser, 6, 2)
     browser.mouse("mouseMoved", x, y)  # and back
     assert browser.run("explore.state.charts[0].run.title(explore.state.charts[0].hovered)") == "h0.q6.kv2"
     for kind in ("mousePressed", "mouseReleased"):
