@@ -67,7 +67,9 @@ ZAMBA = {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybr
 # What the rules above cannot know. "no default": the default configuration leaves it out, and the model needs it.
 ODD: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},  # by default no layer attends
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},  # no default
+    "cohere_compass_text": {  # no default; the sections are of wider heads
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+    },
     "dbrx": {"attn_config": {"kv_n_heads": 1, "rope_theta": 1e4, "clip_qkv": 8.0}},  # no default
     "deepseek_v2": {"num_experts_per_tok": 2},  # no default
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},  # no default
