@@ -31,7 +31,7 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (causal_lower_right(10, 12), ValueError, r"PyTorch's CausalBias has none: causal_lower_right is causal=True here"),
     (BooleanMask(ONES[:9]), ValueError, r"got shape \(9, 12\)"),
     (BooleanMask(ONES[:1]), ValueError, r"got shape \(1, 12\)"),
-    (ONES.numpy(), TypeError, r"flash_attn_func also takes a boolean tensor or a BooleanMask"),
+    (ONES.numpy(), TypeError, r"got a boolean array of shape \(10, 12\). flash_attn_func also takes a boolean tensor or a BooleanMask"),
     (ONES.tolist(), TypeError, r"flash_attn_func also takes a boolean tensor or a BooleanMask"),
     (TilePattern(np.array([[1]], dtype=np.uint8)), TypeError, r"its elements come with a call: give flash_attn_func the BooleanMask"),
 ]
@@ -57,9 +57,24 @@ def test_a_matrix_of_numbers_is_told_how_to_become_boolean() -> None:
     assert torch.equal(flash_attn_func(q, q, q, mask=BooleanMask(numbers == 0)), flash_attn_func(q, q, q, mask=numbers))
 
 
-def test_one_argument_says_what_is_attended() -> None:
-    with pytest.raises(ValueError, match="give either mask or causal/window_size"):
-        flash_attn_func(Q, K, K, mask=ONES, causal=True)
+GIVEN: list[tuple[Any, str]] = [
+    (ONES, r"a boolean tensor of shape \(10, 12\)"),
+    (ONES.tril(), r"a boolean tensor of shape \(10, 12\)"),
+    (ONES.expand(2, 4, 10, 12), r"a boolean tensor of shape \(2, 4, 10, 12\)"),
+    (torch.zeros(10, 12), r"a torch.float32 tensor of shape \(10, 12\)"),
+    (BooleanMask(ONES.tril()), r"BooleanMask\(shape=\(10, 12\), matrices=1, nbytes=\d+\)"),
+    (ONES.numpy(), r"a boolean array of shape \(10, 12\)"),
+]
+
+
+@pytest.mark.parametrize(("mask", "shown"), GIVEN, ids=[shown for _, shown in GIVEN])
+def test_an_error_shows_what_was_given_not_what_it_became(mask: Any, shown: str) -> None:
+    with pytest.raises(ValueError, match=f"either mask or causal/window_size; got mask={shown}, causal=True"):
+        flash_attn_func(Q, K, K, mask=mask, causal=True)
+    ends = torch.tensor([0, 10], dtype=torch.int32)
+    pages, table = torch.zeros(1, 16, 2, 8), torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"full or causal mask or a window; got mask={shown}$"):
+        flash_attn_varlen_func(Q[0], pages, pages, ends, ends, 10, 10, mask=mask, block_table=table)
 
 
 def test_packed_sequences_take_no_matrix() -> None:
