@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
-from dash_attn import BooleanMask, flash_attn_func, flash_attn_varlen_func
+from dash_attn import BooleanMask, Causal, TileMap, flash_attn_func, flash_attn_varlen_func, parse_mask
 from dash_attn.masks import TilePattern
 
 Q, K = torch.zeros(2, 10, 4, 8), torch.zeros(2, 12, 2, 8)
@@ -47,6 +47,29 @@ def test_other_masks_raise(mask: Any, error: type[Exception], message: str) -> N
 def test_boolean_masks_are_made_of_booleans(array: Any) -> None:
     with pytest.raises(ValueError, match=r"must be boolean, not empty and of shape \(q_len, kv_len\), or"):
         BooleanMask(array)
+
+
+UNREADABLE: list[tuple[Any, str]] = [
+    ([[True], [True, False]], "list: setting an array element with a sequence"),
+    (ONES.to("meta"), "Tensor: can't convert meta device type tensor to numpy"),
+    (ONES.to_sparse(), "Tensor: can't convert Sparse layout tensor to numpy"),
+    (torch.nested.nested_tensor([ONES]), "Tensor: "),
+]
+
+
+@pytest.mark.parametrize(("given", "reason"), UNREADABLE, ids=[reason for _, reason in UNREADABLE])
+def test_what_is_no_matrix_is_named(given: Any, reason: str) -> None:
+    needed = "must be a dense boolean array or tensor, all rows equally long; got"
+    with pytest.raises(ValueError, match=f"^a boolean mask {needed} {reason}"):
+        BooleanMask(given)
+    with pytest.raises(ValueError, match=f"^a tile map {needed} {reason}"):
+        TileMap(given, 64, 64)
+
+
+@pytest.mark.parametrize("text", [None, 3, b"causal", ONES, Causal()], ids=lambda given: type(given).__name__)
+def test_a_mask_is_read_from_text(text: Any) -> None:
+    with pytest.raises(TypeError, match=r"a mask is read from text, written full, causal, .*; got (None|3|b'causal'|a boolean t|Causal)"):
+        parse_mask(text)
 
 
 def test_a_matrix_of_numbers_is_told_how_to_become_boolean() -> None:

@@ -238,7 +238,7 @@ class TileMap(BlockMap):
     """
 
     def __init__(self, blocks: Any, block_q: int, block_kv: int) -> None:
-        array = np.array(blocks)
+        array = as_array(blocks, "a tile map").copy()
         if array.ndim != 2 or array.dtype != np.bool_ or 0 in array.shape:
             raise ValueError(f"a tile map must be a non-empty 2-d boolean array; got {array.dtype} of shape {array.shape}")
         for name, size in (("block_q", block_q), ("block_kv", block_kv)):
@@ -259,6 +259,15 @@ class TileMap(BlockMap):
 
     def __str__(self) -> str:
         return f"tiles:{self.rows}x{self.columns}"
+
+
+def as_array(given: Any, what: str) -> NDArray[Any]:
+    """Of whatever was given. Rows of different lengths, and tensors that have no values here, are errors that name neither."""
+    try:
+        return np.asarray(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        needed = f"{what} must be a dense boolean array or tensor, all rows equally long"
+        raise ValueError(f"{needed}; got {type(given).__name__}: {str(error).partition('. ')[0]}") from None
 
 
 def _tiles(length: int, tile: int) -> Bounds:
