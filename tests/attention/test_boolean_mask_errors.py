@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
-from dash_attn import BooleanMask, flash_attn_func, flash_attn_varlen_func
+from dash_attn import BooleanMask, Causal, TileMap, flash_attn_func, flash_attn_varlen_func, parse_mask
 from dash_attn.masks import TilePattern
 
 Q, K = torch.zeros(2, 10, 4, 8), torch.zeros(2, 12, 2, 8)
@@ -31,7 +31,7 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (causal_lower_right(10, 12), ValueError, r"PyTorch's CausalBias has none: causal_lower_right is causal=True here"),
     (BooleanMask(ONES[:9]), ValueError, r"got shape \(9, 12\)"),
     (BooleanMask(ONES[:1]), ValueError, r"got shape \(1, 12\)"),
-    (ONES.numpy(), TypeError, r"flash_attn_func also takes a boolean tensor or a BooleanMask"),
+    (ONES.numpy(), TypeError, r"got a boolean array of shape \(10, 12\). flash_attn_func also takes a boolean tensor or a BooleanMask"),
     (ONES.tolist(), TypeError, r"flash_attn_func also takes a boolean tensor or a BooleanMask"),
     (TilePattern(np.array([[1]], dtype=np.uint8)), TypeError, r"its elements come with a call: give flash_attn_func the BooleanMask"),
 ]
@@ -49,6 +49,29 @@ def test_boolean_masks_are_made_of_booleans(array: Any) -> None:
         BooleanMask(array)
 
 
+UNREADABLE: list[tuple[Any, str]] = [
+    ([[True], [True, False]], "list: setting an array element with a sequence"),
+    (ONES.to("meta"), "Tensor: can't convert meta device type tensor to numpy"),
+    (ONES.to_sparse(), "Tensor: can't convert Sparse layout tensor to numpy"),
+    (torch.nested.nested_tensor([ONES]), "Tensor: "),
+]
+
+
+@pytest.mark.parametrize(("given", "reason"), UNREADABLE, ids=[reason for _, reason in UNREADABLE])
+def test_what_is_no_matrix_is_named(given: Any, reason: str) -> None:
+    needed = "must be a dense boolean array or tensor, all rows equally long; got"
+    with pytest.raises(ValueError, match=f"^a boolean mask {needed} {reason}"):
+        BooleanMask(given)
+    with pytest.raises(ValueError, match=f"^a tile map {needed} {reason}"):
+        TileMap(given, 64, 64)
+
+
+@pytest.mark.parametrize("text", [None, 3, b"causal", ONES, Causal()], ids=lambda given: type(given).__name__)
+def test_a_mask_is_read_from_text(text: Any) -> None:
+    with pytest.raises(TypeError, match=r"a mask is read from text, written full, causal, .*; got (None|3|b'causal'|a boolean t|Causal)"):
+        parse_mask(text)
+
+
 def test_a_matrix_of_numbers_is_told_how_to_become_boolean() -> None:
     numbers = torch.nn.Transformer.generate_square_subsequent_mask(10)
     with pytest.raises(ValueError, match=r"got float32 of shape \(10, 10\); of a matrix of 0 and -inf take `matrix == 0`$"):
@@ -57,9 +80,24 @@ def test_a_matrix_of_numbers_is_told_how_to_become_boolean() -> None:
     assert torch.equal(flash_attn_func(q, q, q, mask=BooleanMask(numbers == 0)), flash_attn_func(q, q, q, mask=numbers))
 
 
-def test_one_argument_says_what_is_attended() -> None:
-    with pytest.raises(ValueError, match="give either mask or causal/window_size"):
-        flash_attn_func(Q, K, K, mask=ONES, causal=True)
+GIVEN: list[tuple[Any, str]] = [
+    (ONES, r"a boolean tensor of shape \(10, 12\)"),
+    (ONES.tril(), r"a boolean tensor of shape \(10, 12\)"),
+    (ONES.expand(2, 4, 10, 12), r"a boolean tensor of shape \(2, 4, 10, 12\)"),
+    (torch.zeros(10, 12), r"a torch.float32 tensor of shape \(10, 12\)"),
+    (BooleanMask(ONES.tril()), r"BooleanMask\(shape=\(10, 12\), matrices=1, nbytes=\d+\)"),
+    (ONES.numpy(), r"a boolean array of shape \(10, 12\)"),
+]
+
+
+@pytest.mark.parametrize(("mask", "shown"), GIVEN, ids=[shown for _, shown in GIVEN])
+def test_an_error_shows_what_was_given_not_what_it_became(mask: Any, shown: str) -> None:
+    with pytest.raises(ValueError, match=f"either mask or causal/window_size; got mask={shown}, causal=True"):
+        flash_attn_func(Q, K, K, mask=mask, causal=True)
+    ends = torch.tensor([0, 10], dtype=torch.int32)
+    pages, table = torch.zeros(1, 16, 2, 8), torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"full or causal mask or a window; got mask={shown}$"):
+        flash_attn_varlen_func(Q[0], pages, pages, ends, ends, 10, 10, mask=mask, block_table=table)
 
 
 def test_packed_sequences_take_no_matrix() -> None:

@@ -74,6 +74,8 @@ ROWS: list[Bad] = [
     ({"first_position": numbers(0, -4)}, r"first_position must be between 0 and 1073741824; got -4 for sequence 1"),
     ({"cache_batch_idx": numbers(1, 3)}, r"cache_batch_idx must be a row of the cache, 0 to 2; got 3 for sequence 1"),
     ({"cache_batch_idx": numbers(-1, 1)}, r"cache_batch_idx must be a row of the cache, 0 to 2; got -1 for sequence 0"),
+    ({"k_cache": torch.zeros(1, 48, 2, 16).expand(3, -1, -1, -1)}, r"k_cache must have memory for every slot .* strides \(0, 32, 16, 1\)"),
+    ({"v_cache": torch.zeros(3, 48, 2, 1).expand(-1, -1, -1, 16)}, r"v_cache must have memory for every slot .* strides \(96, 2, 1, 0\)"),
     ({"cache_batch_idx": numbers(1, 1)}, r"different rows where keys are appended; sequences 0 and 1 have row 1"),
     ({"k_cache": torch.zeros(1, 48, 2, 16), "v_cache": torch.zeros(1, 48, 2, 16)}, r"a row for each of the 2 sequences of q; got 1"),
 ]
@@ -88,6 +90,7 @@ PAGES: list[Bad] = [
     ),
     ({"cache_seqlens": numbers(31, 33)}, r"got -1 at entry 2 of sequence 0"),
     ({"block_table": table((5, 6), (2, 3))}, r"cache_seqlens must be between 0 and the 32 slots .* got 33 for sequence 1"),
+    ({"block_table": numbers(5, 6)}, r"block_table must be 2-d, \(sequences, entries\); got shape \(2,\)"),
     ({"block_table": table((5, 6, 7))}, r"block_table must be an int32 tensor of 2 x 3 numbers; got torch.int32 of shape \(1, 3\)"),
     ({"block_table": table((5, 6, -1), (2, 3, 4)).long()}, r"block_table must be an int32 tensor of 2 x 3 numbers; got torch.int64"),
     ({"cache_batch_idx": numbers(0, 1)}, r"cache_batch_idx must be None"),

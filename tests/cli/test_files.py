@@ -259,3 +259,12 @@ def test_the_package_runs_as_a_command() -> None:
         [sys.executable, "-m", "dash_attn", "plan", "--q-tiles", "0"], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert (wrong.returncode, wrong.stderr) == (2, "dash-attn: error: --q-tiles must be a whole number >= 1; got 0\n")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+@pytest.mark.parametrize(("words", "code"), [("plan --schedule auto", 0), ("plan --schedule none", 2)])
+def test_closed_streams_are_no_error(closed: str, words: str, code: int) -> None:
+    command = f'"{sys.executable}" -m dash_attn.cli.main {words} {closed}'
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr

@@ -274,3 +274,15 @@ def test_the_comparison_sees_a_matrix_without_its_padding(monkeypatch: pytest.Mo
     monkeypatch.setattr(huggingface, "matrix_of", lambda function, kept, *rest, **places: made(function, None, *rest, **places))
     found, theirs = (result(model_of("llama", one), attention_mask=HOLE)[HOLE.bool()] for one in ("dash_attn", "eager"))
     assert largest_error(found, theirs) > 1e-3
+
+
+@pytest.mark.parametrize("attention_mask", [False, True])
+@pytest.mark.parametrize(("batch", "q_len", "kv_len"), [(1, 0, 0), (0, 4, 4), (2, 0, 6)])
+def test_without_a_token_there_is_no_pattern_to_read(batch: int, q_len: int, kv_len: int, attention_mask: bool) -> None:
+    """Most models of transformers raise where they reshape no elements; what we are asked for is answered."""
+    kept = torch.ones(batch, kv_len, dtype=torch.long) if attention_mask else None
+    made = huggingface.mask_for(batch, q_len, kv_len, mask_function=lambda b, h, q, k: k <= q + 1, attention_mask=kept)
+    q, k = torch.zeros(batch, 2, q_len, 8), torch.zeros(batch, 2, kv_len, 8)
+    out, _ = huggingface.attention(torch.nn.Identity(), q, k, k, made)
+    assert out.shape == (batch, q_len, 2, 8)
+    assert not out.any()

@@ -139,7 +139,7 @@ BAD: list[tuple[tuple[Tensor, ...], dict[str, Any], str]] = [
     ((Q[0, 0], Q[0, 0], Q[0, 0]), {"enable_gqa": True}, r"must be \(..., heads, length, head dim\), or without heads; got query \(10, 8\)"),
     ((Q[0], Q[0, :, :, :4], Q[0]), {}, r"same head dim; got query \(4, 10, 8\), key \(4, 10, 4\), value \(4, 10, 8\)"),
     ((Q[None], Q[None], Q[None, ..., :5, :]), {}, r"same length; got query \(1, 2, 4, 10, 8\), .* value \(1, 2, 4, 5, 8\)"),
-    ((Q[:0, 0], Q[:0, 0], Q[:0, 0]), {}, r"at least one head and one head dim; got query \(0, 10, 8\), .*: \(..., heads, length"),
+    ((Q[:, :0], Q[:, :0], Q[:, :0]), {}, r"at least one head and one head dim; got query \(2, 0, 10, 8\), .*: \(..., heads, length"),
     ((Q, K, K), {}, r"same heads unless enable_gqa=True; got query \(2, 4, 10, 8\), key \(2, 2, 12, 8\)"),
     ((Q, K[:, :1].expand(2, 3, 12, 8), K[:, :1].expand(2, 3, 12, 8)), {"enable_gqa": True}, r"multiple of KV heads"),
     ((Q, Q.repeat(2, 1, 1, 1), Q), {}, r"one batch size, or key and value 1; got query \(2, 4, 10, 8\), key \(4, 4, 10, 8\)"),
@@ -186,3 +186,24 @@ def test_what_multihead_attention_does_not_bring_here(monkeypatch: pytest.Monkey
     assert not calls
     layer.train()(x, x, x, need_weights=False)
     assert calls
+
+
+@pytest.mark.parametrize("mask", [None, (5, 7), (0, 5, 7)], ids=str)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_three_dimensions_without_sequences(mask: tuple[int, ...] | None, grouped: bool) -> None:
+    """The first dimension is as well a batch as heads, and it may be empty."""
+    shapes = (0, 5, 16), (0, 7, 16), (0, 7, 8), (0, 5, 8)
+    inputs = [torch.zeros(shape) for shape in shapes]
+    arguments = {"attn_mask": None if mask is None else torch.ones(mask, dtype=torch.bool), "enable_gqa": grouped}
+    with sdpa.enable():
+        found = run(inputs, **arguments)
+    assert [x.shape for x in found] == [(0, 5, 8), (0, 5, 16), (0, 7, 16), (0, 7, 8)] == [x.shape for x in run(inputs, **arguments)]
+
+
+def test_three_dimensions_without_sequences_are_checked_too() -> None:
+    q, k = torch.zeros(0, 5, 16), torch.zeros(3, 5, 16)
+    for key, message in ((k, "one batch size"), (k[:0, :, :8], "same head dim"), (k[:0].double(), "one dtype")):
+        with pytest.raises(ValueError, match=message):
+            scaled_dot_product_attention(q, key, key)
+    one = k[:1]  # is broadcast, as in PyTorch
+    assert scaled_dot_product_attention(q, one, one).shape == PYTORCH(q, one, one).shape == (0, 5, 16)

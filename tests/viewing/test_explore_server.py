@@ -15,6 +15,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dash_attn.cli import explore
@@ -213,8 +214,8 @@ def test_a_machine_file_is_read_only_if_the_command_was_started_with_it(tmp_path
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(SHIPPED["h200"].to_json()))
     options = {"machine": str(path), "seqlen": "512"}
-    assert explore.answer(options, str(path))["runs"]
-    assert str(path) in explore.start_of_form(options, str(path))["choices"]["machine"]
+    assert explore.answer(options, options)["runs"]
+    assert str(path) in explore.start_of_form(options)["choices"]["machine"]
     with pytest.raises(ValueError, match="machines h200"):
         explore.answer(options)
 
@@ -245,7 +246,9 @@ def shown_commands() -> list[str]:
 
 
 @pytest.mark.parametrize("command", [line for line in shown_commands() if "--ledgers" not in line])
-def test_shown_commands_work(command: str, tmp_path: Path) -> None:
+def test_shown_commands_work(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.save("tree.npy", np.tri(256, dtype=bool))
     words = shlex.split(command, comments=True)[1:]
     quick = ["--seqlen", "256"] if "--measured" in words else []
     assert main([*words, *quick, "--save", str(tmp_path / "page.html")]) == 0
@@ -253,7 +256,7 @@ def test_shown_commands_work(command: str, tmp_path: Path) -> None:
 
 
 def test_shown_commands_are_found() -> None:
-    assert len(shown_commands()) == 11
+    assert len(shown_commands()) == 12
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from ..call.options import AttentionOptions, BackendName, Choices, choose_mask, 
 from ..call.tensor_checks import check_flags, check_strided
 from ..masks import Mask, is_whole
 from ..masks.encoding import decode_mask, encode_mask
+from ..masks.rules import mask_in_words
 from .known import KnownCacheCall, KnownCall, attend, has_gradient, known_for
 from .pytorch import is_traced, refuse_transforms
 from .rotary import with_rotary
@@ -198,7 +199,7 @@ def attention_of_pages(
 def _refuse_choices(choices: Choices) -> None:
     """What only a backward needs, and masks that pages do not take."""
     if choices.mask is not None and not (isinstance(choices.mask, Mask) and choices.mask.sides):
-        raise ValueError(f"keys in pages take a full or causal mask or a window; got mask={choices.mask!r}")
+        raise ValueError(f"keys in pages take a full or causal mask or a window; got mask={mask_in_words(choices.mask)}")
     if not isinstance(choices.schedule, str) or choices.schedule != "auto":
         raise ValueError(
             f"keys in pages have no backward, so there is nothing to schedule: schedule must be 'auto'; got {choices.schedule!r}"

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..masks import BooleanMask
 from .boolean_masks import take_mask
 from .offsets import Packed, SequenceOffsets
-from .options import AttentionOptions, Choices, is_zero, options_for, refuse_given_schedule
+from .options import AttentionOptions, Choices, choose_mask, is_zero, options_for, refuse_given_schedule
 from .tensor_checks import check_seeds, check_sinks, check_slopes, check_tensors
 
 MOST_SEED = 2**63 - 1
@@ -105,7 +105,7 @@ def options_of(
         return options, offsets, None
     elements = None
     if choices.mask is not None:
-        mask, elements = take_mask(choices.mask, q, k)
+        mask, elements = take_mask(choose_mask(choices.mask, choices.causal, choices.window_size), q, k)
         choices = choices._replace(mask=mask)
     options = options_for(choices, q.shape[-1])
     if options.mask.sides is None:  # others fit any lengths

@@ -86,7 +86,9 @@ def _check_places(call: CacheCall, batch: int) -> None:
         raise ValueError("block_table says where the keys of each sequence are: cache_batch_idx must be None with it")
     if not isinstance(table, Tensor):
         raise TypeError(f"block_table must be a tensor; got {type(table).__name__}")
-    _check_numbers("block_table", table, (batch, table.shape[1] if table.ndim == 2 else 0), call.q.device)
+    if table.ndim != 2:
+        raise ValueError(f"block_table must be 2-d, (sequences, entries); got shape {tuple(table.shape)}")
+    _check_numbers("block_table", table, (batch, table.shape[1]), call.q.device)
     if cache.shape[1] == 0 or cache.shape[1] % PAGE_UNIT:
         raise ValueError(f"pages must have a multiple of {PAGE_UNIT} rows; got k_cache {tuple(cache.shape)}, pages of {cache.shape[1]}")
 
@@ -133,6 +135,10 @@ def _check_new(call: CacheCall, batch: int) -> None:
             )
         if new.dtype != cache.dtype or new.device != cache.device:
             raise ValueError(f"{name} must be like {name}_cache ({cache.dtype} on {cache.device}); got {new.dtype} on {new.device}")
+        if any(stride == 0 and size > 1 for stride, size in zip(cache.stride(), cache.shape, strict=True)):
+            raise ValueError(
+                f"{name}_cache must have memory for every slot where keys are appended; got an expanded tensor of strides {cache.stride()}"
+            )
 
 
 def _check_numbers(name: str, values: Tensor, shape: tuple[int, ...], device: torch.device) -> None:

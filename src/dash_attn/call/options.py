@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from ..errors import did_you_mean
 from ..masks import Causal, Documents, Full, Mask, Window, check_mask, is_whole
+from ..masks.rules import mask_in_words
 from ..scheduling.generators import GENERATORS
 from ..scheduling.schedule import Schedule
 from .dropout import LEVELS, threshold_of
@@ -146,7 +147,8 @@ def choose_mask(mask: Mask | None, causal: bool, window_size: tuple[int, int]) -
     window = Window(window_size[0], 0 if causal else window_size[1])
     if mask is not None:
         if causal or not window.is_full:
-            raise ValueError(f"give either mask or causal/window_size; got mask={mask!r}, causal={causal}, window_size={window_size}")
+            given = f"mask={mask_in_words(mask)}, causal={causal}, window_size={window_size}"
+            raise ValueError(f"give either mask or causal/window_size; got {given}")
         return mask
     if window.is_full:
         return Full()

@@ -16,6 +16,7 @@ from ..simulation.cluster import EXECUTIONS, MODELS, MOST_TASKS_OF_TILES
 from ..simulation.machines import SHIPPED, load_machine
 from ..simulation.simulate import MOST_TASKS, Machine
 from .device import add_device
+from .mask_files import MaskFile
 from .parser import number, positive, whole
 
 DEFAULT_TILES = 8
@@ -56,7 +57,8 @@ def add_question(parser: argparse.ArgumentParser, schedules: str) -> None:
 
 
 def _add_problem(group: Any) -> None:
-    mask_help = f"{MASK_FORMS}; lengths in tokens with --seqlen, else in KV tiles (default: causal)"
+    of_file = "or FILE.npy, a boolean matrix of tokens, or of tiles if their number is given"
+    mask_help = f"{MASK_FORMS}; lengths in tokens with --seqlen, else in KV tiles; {of_file} (default: causal)"
     group.add_argument("--mask", default="causal", help=mask_help)
     for name, meaning in SIZES.items():
         group.add_argument(f"--{name}", type=whole(), metavar="N", help=meaning)
@@ -133,13 +135,15 @@ def _with_larger_tiles(problem: Problem, factor: int) -> Problem:
 
 def _read_problem(arguments: argparse.Namespace) -> Problem:
     rest = {name: getattr(arguments, name) for name in COUNTS}
+    mask, of_file = arguments.mask, isinstance(arguments.mask, MaskFile)
     if arguments.seqlen is None:
         refuse(arguments, ("kv_seqlen", "tile_q", "tile_kv"), "goes with --seqlen")
         q_tiles = either(arguments.q_tiles, either(arguments.kv_tiles, DEFAULT_TILES))
-        return Problem.from_tiles(arguments.mask, q_tiles, either(arguments.kv_tiles, q_tiles), **rest)
+        return Problem.from_tiles(mask.matrix if of_file else mask, q_tiles, either(arguments.kv_tiles, q_tiles), **rest)
     refuse(arguments, ("q_tiles", "kv_tiles"), "cannot be combined with --seqlen, which decides the tile counts")
     tiles = either(arguments.tile_q, DEFAULT_TILE_Q), either(arguments.tile_kv, DEFAULT_TILE_KV)
-    return Problem(parse_mask(arguments.mask), arguments.seqlen, either(arguments.kv_seqlen, arguments.seqlen), *tiles, **rest)
+    mask = mask.mask.pattern if of_file else parse_mask(mask)
+    return Problem(mask, arguments.seqlen, either(arguments.kv_seqlen, arguments.seqlen), *tiles, **rest)
 
 
 def read_machine(arguments: argparse.Namespace) -> Machine:

@@ -24,6 +24,7 @@ from ..simulation.cluster import (
 )
 from ..viewing.words import bytes_in_words, counted, describe_cluster, describe_machine, describe_problem, figures_of_ranks
 from .arguments import COSTS, DEFAULT_HEAD_DIM, WITH_RANKS, check_tasks, either, read_machine, read_problem, read_schedules, refuse
+from .mask_files import read_mask_file
 from .table import Report, progress_bar
 
 COLUMNS = ("", "makespan us", "efficiency", "hops", "sent forward", "sent backward", "states waiting")
@@ -93,6 +94,7 @@ class PlannedRanks(NamedTuple):
 def plan_ranks(arguments: argparse.Namespace, check: Callable[[SharedSchedule], None] = lambda shared: None) -> PlannedRanks:
     """Deal the schedule that is asked for, and simulate what `check` lets pass. Defaults take the place of what was not given."""
     refuse(arguments, ("trace", "save", "threads", "measured", "device"), "does not go with --ranks, which only simulates")
+    read_mask_file(arguments)
     if arguments.seqlen is None:
         raise ValueError("--ranks needs --seqlen: rows are dealt to ranks, and bytes are counted, in tokens")
     for name, default in WITH_RANKS.items():

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
+from types import MappingProxyType
 from typing import Any
 
 from ..errors import ScheduleError
@@ -22,6 +23,7 @@ from ..viewing.words import FIGURES
 from .arguments import add_question, flag_of, read_machine, read_problem, read_schedules
 from .cluster import plan_ranks
 from .files import check_files, write_text
+from .mask_files import is_file, read_mask_file
 from .parser import Parser, whole
 from .plan import PlannedRun, plan
 from .table import progress_bar, watched_by
@@ -73,16 +75,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _page_of_schedules(arguments: argparse.Namespace) -> tuple[Callable[[], str], Answering]:
     """What makes the page, and who answers it."""
-    options, machine = options_of(arguments), arguments.machine
+    read_mask_file(arguments)
+    options = options_of(arguments)
     if arguments.save is not None:
-        return lambda: saved_page(answer(options, machine)), lambda asked, watch: answer(asked)
-    asked = read_question(options, machine)  # what cannot be read is said by the command, not on the page
+        return lambda: saved_page(answer(options, options)), lambda asked, watch: answer(asked)
+    asked = read_question(options, options)  # what cannot be read is said by the command, not on the page
+    read_mask_file(asked)
     _schedules(asked)
     if not asked.measured:
         read_machine(asked)
     read_problem(asked)
-    page = served_page(start_of_form(options, machine))
-    return lambda: page, lambda asked, watch: answer(asked, machine, watch)
+    page = served_page(start_of_form(options))
+    return lambda: page, lambda asked, watch: answer(asked, options, watch)
 
 
 def _page_of_ledgers(arguments: argparse.Namespace) -> tuple[Callable[[], str], None]:
@@ -108,8 +112,9 @@ def _serve(arguments: argparse.Namespace, make_page: Callable[[], str], answerin
     return 0
 
 
-def start_of_form(options: Options, machine: str | None = None) -> dict[str, Any]:
+def start_of_form(options: Options) -> dict[str, Any]:
     """What the form offers and begins with."""
+    machine = options.get("machine")
     machines = [*SHIPPED, *([machine] if machine is not None and machine.lower() not in SHIPPED else [])]
     choices = {"schedule": ["auto", *GENERATORS], "machine": machines, "sharding": SHARDINGS, "execution": EXECUTIONS, "model": MODELS}
     help_of = {flag_of(action.dest)[2:]: action.help for action in _Parser()._actions}
@@ -143,23 +148,25 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name.replace("_", "-"): value if value is True else f"{value}" for name, value in given.items()}
 
 
-def read_question(options: Options, machine: str | None = None) -> argparse.Namespace:
-    """The arguments that options stand for. `machine`: a file that a page may name, because the command was started with it."""
+def read_question(options: Options, start: Options = MappingProxyType({})) -> argparse.Namespace:
+    """The arguments that options stand for. `start`: those that the command was started with, whose files a page may name."""
     known = [name.replace("_", "-") for name in _usual()]
     words = []
     for name, value in options.items():
         if not isinstance(value, (str, bool)) or name not in known:
             raise ValueError(f"options are {', '.join(known)}, as text; got {name!r}: {value!r}")
         words += ([f"--{name}"] if value else []) if isinstance(value, bool) else [f"--{name}={value}"]
-    asked = options.get("machine")
-    if asked is not None and asked != machine and str(asked).lower() not in SHIPPED:
-        raise ValueError(f"a page has the machines {', '.join(SHIPPED)}, and the one that the command was started with; got {asked!r}")
+    machine, mask = options.get("machine"), options.get("mask")
+    if machine not in (None, start.get("machine")) and str(machine).lower() not in SHIPPED:
+        raise ValueError(f"a page has the machines {', '.join(SHIPPED)}, and the one that the command was started with; got {machine!r}")
+    if is_file(str(mask)) and mask != start.get("mask"):
+        raise ValueError(f"a page has masks by name, and the file that the command was started with; got {mask!r}")
     return _Parser().parse_args(words)
 
 
-def answer(options: Options, machine: str | None = None, watch: Watch | None = None) -> dict[str, Any]:
+def answer(options: Options, start: Options = MappingProxyType({}), watch: Watch | None = None) -> dict[str, Any]:
     """All that a page shows. Raises ValueError for what cannot be shown. `watch`: who is told of long work."""
-    arguments = read_question(options, machine)
+    arguments = read_question(options, start)
     with _alone(arguments.measured), watched_by(watch):
         found = _one_rank(arguments) if arguments.ranks is None else _several_ranks(arguments)
     words = [f"--{name}" if value is True else f"--{name} {shlex.quote(value)}" for name, value in options.items() if value is not False]

@@ -17,6 +17,8 @@ COMMANDS: tuple[Any, ...] = (plan, explore, demo, bench, calibrate, doctor, veri
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
+    for name in ("stdout", "stderr"):  # None where it was closed (`>&-`): what we say then goes nowhere
+        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))  # noqa: SIM115 (as long as the process)
     parser = _parser()
     if not words:
         parser.print_help(sys.stderr)

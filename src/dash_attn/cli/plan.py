@@ -35,9 +35,11 @@ from .arguments import (
 from .cluster import plan_ranks
 from .device import choose
 from .files import check_files, named_in_errors, say_written, write_text
+from .mask_files import MaskFile, read_mask_file
 from .table import Refusals, Report, print_report, progress_bar
 
 if TYPE_CHECKING:
+    from ..masks import BooleanMask
     from ..tools.calibrate.measured import Device
 
 HELP = "compare schedules of an attention backward pass in model time"
@@ -47,6 +49,7 @@ EXAMPLES = """examples:
   dash-attn plan --seqlen 16384 --heads 16 --overlap 2 --latency 2 --schedule descending,alternating --gantt chart.png
   dash-attn plan --mask window:1024,0 --seqlen 8192 --schedule auto --json
   dash-attn plan --seqlen 4096 --heads 16 --schedule ascending,auto --measured --machine h200 --gantt measured.png
+  dash-attn plan --mask tree.npy --schedule auto,ascending
   dash-attn plan --ranks 8 --seqlen 131072 --heads 8 --group 4 --gantt ranks.png
 """
 COLUMNS = ("schedule", "makespan", "lower bound", "gap", "utilised", "stalled", "slack", "gang")
@@ -130,6 +133,7 @@ class Planned(NamedTuple):
 def plan(arguments: argparse.Namespace, names: list[str], check: Callable[[Problem], None] = check_tasks) -> Planned:
     """Run what the arguments ask for. `check` may refuse the problem before the work."""
     refuse(arguments, ONLY_WITH_RANKS, "goes with --ranks")
+    read_mask_file(arguments)
     if arguments.measured:
         device, problem = _read_measured(arguments)
         check(problem)
@@ -188,16 +192,27 @@ def _measure_all(names: list[str], arguments: argparse.Namespace, device: Device
     from ..tools.calibrate.measured import make_call
 
     schedules, refused = _generate_all(names, problem, device.workers)
-    records = []
+    records, elements = [], _elements_of(arguments.mask, device)
     for name, _ in schedules:
         with progress_bar(f"measuring {name}", problem.tasks) as progress:
-            records.append(device.record(*make_call(problem, arguments.head_dim, device, name), progress))
+            records.append(device.record(*make_call(problem, arguments.head_dim, device, name, elements), progress))
     given = arguments.machine is not None or any(getattr(arguments, name) is not None for name in COSTS)
     recorded = [(name, schedule, spans) for (name, schedule), spans in zip(schedules, records, strict=True)]
     # As given or calibrated; else read off these very runs.
     machine = read_machine(arguments) if given or not recorded else estimate([(schedule, spans) for _, schedule, spans in recorded])
     runs = [PlannedRun(name, simulate(schedule, machine), spans) for name, schedule, spans in recorded]
     return Planned(problem, arguments.mask, machine, arguments.workers, runs, refused, device)
+
+
+def _elements_of(given: str, device: Device) -> BooleanMask | None:
+    """Of a matrix that has partial blocks."""
+    if not isinstance(given, MaskFile) or not given.mask.has_partial_blocks:
+        return None
+    if device.backend != "cpu":  # no GPU has tried
+        raise ValueError(
+            f"--measured takes masks by name and matrices of whole 64 x 64 blocks on a GPU, any matrix on the CPU; got {given}"
+        )
+    return given.mask
 
 
 def report_of(planned: Planned) -> Report:

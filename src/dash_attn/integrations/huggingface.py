@@ -321,6 +321,8 @@ def mask_for(
 def _made(asked: _Asked, attention_mask: Tensor | None) -> LayerMask:
     refuse_inside('attn_implementation="dash_attn"')
     asked = asked._replace(q_offset=int(asked.q_offset), kv_offset=int(asked.kv_offset))
+    if 0 in (asked.batch, asked.q_len, asked.kv_len):  # nobody attends anything, and there is no pattern to read
+        return LayerMask(Full(), (asked.q_len, asked.kv_len))
     made = _described_mask(asked)
     if made is None or (attention_mask is not None and not _add_padding(made, attention_mask, asked)):
         if attention_mask is not None and asked.q_offset:

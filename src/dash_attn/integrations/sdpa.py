@@ -91,6 +91,10 @@ def scaled_dot_product_attention(
         options |= of_ranks
         return placed_like(query, scaled_dot_product_attention(*rows, None, dropout_p, is_causal, scale, enable_gqa, **options))
     check_strided(query=query, key=key, value=value)
+    if query.ndim == key.ndim == value.ndim == 3 and len(query) == 0:  # the first dimension counts sequences here: there may be none
+        query, key, value = query[:, None], key[:, None], value[:, None]
+        attn_mask = attn_mask if attn_mask is None or attn_mask.ndim < 3 else attn_mask[:, None]
+        return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **options)[:, 0]
     batch, (q, k, v) = _heads_second(under_autocast(query, key, value), enable_gqa)
     _check_tensors(q, k, v, enable_gqa, given=(query, key, value))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from .rules import EMPTY, FULL, PARTIAL, BlockMap, Mask, TileMap
+from .rules import EMPTY, FULL, PARTIAL, BlockMap, Mask, TileMap, as_array
 
 BLOCK = 64  # rows and columns: the tiles of most kernels are multiples of it
 WORD = np.dtype("<u8")  # a row of a block: bit j is column j
@@ -181,10 +181,10 @@ class BooleanMask:
 
     def __init__(self, matrix: Any) -> None:
         """matrix: a boolean tensor, or an array of NumPy."""
-        array = matrix.detach() if hasattr(matrix, "detach") else np.asarray(matrix)
+        array = matrix.detach() if hasattr(matrix, "detach") else matrix
         on_device = getattr(array, "is_cuda", False)
         if not on_device:
-            array = np.asarray(array)
+            array = as_array(array, "a boolean mask")
         if str(array.dtype) not in ("bool", "torch.bool") or not 2 <= array.ndim <= 4 or 0 in array.shape:
             hint = "; of a matrix of 0 and -inf take `matrix == 0`" if "float" in str(array.dtype) else ""
             raise ValueError(

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ..errors import did_you_mean
 from .boolean_mask import BooleanMask, TilePattern
-from .rules import EMPTY, FULL, Causal, Documents, Full, Mask, Prefix, TileMap, Window, check_mask
+from .rules import EMPTY, FULL, Causal, Documents, Full, Mask, Prefix, TileMap, Window, check_mask, mask_in_words
 
 
 class Form(NamedTuple):
@@ -38,6 +38,8 @@ LETTERS = ".+#"  # of a block in JSON: empty, partial, full
 
 def parse_mask(text: str, unit: int = 1) -> Mask:
     """Read a mask as it prints. Lengths are multiplied by `unit` (tokens per KV tile, when they are given in tiles)."""
+    if not isinstance(text, str):
+        raise TypeError(f"a mask is read from text, written {MASK_FORMS}; got {mask_in_words(text)}")
     word, _, argument = text.strip().partition(":")
     if word not in FORMS:
         raise ValueError(f"unknown mask {text!r}; masks are written {MASK_FORMS}{did_you_mean(word, FORMS)}")

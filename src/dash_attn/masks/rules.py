@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
+SHORT = reprlib.Repr()
+SHORT.maxother = 100  # characters of a mask
 MASKS = "Full, Causal, Window, Documents, Prefix, TileMap"  # what a call may name
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -236,7 +238,7 @@ class TileMap(BlockMap):
     """
 
     def __init__(self, blocks: Any, block_q: int, block_kv: int) -> None:
-        array = np.array(blocks)
+        array = as_array(blocks, "a tile map").copy()
         if array.ndim != 2 or array.dtype != np.bool_ or 0 in array.shape:
             raise ValueError(f"a tile map must be a non-empty 2-d boolean array; got {array.dtype} of shape {array.shape}")
         for name, size in (("block_q", block_q), ("block_kv", block_kv)):
@@ -257,6 +259,15 @@ class TileMap(BlockMap):
 
     def __str__(self) -> str:
         return f"tiles:{self.rows}x{self.columns}"
+
+
+def as_array(given: Any, what: str) -> NDArray[Any]:
+    """Of whatever was given. Rows of different lengths, and tensors that have no values here, are errors that name neither."""
+    try:
+        return np.asarray(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        needed = f"{what} must be a dense boolean array or tensor, all rows equally long"
+        raise ValueError(f"{needed}; got {type(given).__name__}: {str(error).partition('. ')[0]}") from None
 
 
 def _tiles(length: int, tile: int) -> Bounds:
@@ -281,12 +292,20 @@ def _graded(touched: Bools, covered: Bools, lengths: tuple[int, int], tiles: tup
 
 
 def check_mask(mask: Any) -> None:
-    if not isinstance(mask, Mask):  # shown short: it may be a large tensor
+    if not isinstance(mask, Mask):
         convert = ", as dash_attn.masks.from_block_mask makes of a BlockMask" if hasattr(mask, "mask_mod") else ""
         raise TypeError(
-            f"mask must be a dash_attn mask ({MASKS}); got {reprlib.repr(mask)}."
+            f"mask must be a dash_attn mask ({MASKS}); got {mask_in_words(mask)}."
             f" flash_attn_func also takes a boolean tensor or a BooleanMask{convert}"
         )
+
+
+def mask_in_words(mask: Any) -> str:
+    """What was given as a mask, for errors. It may be large."""
+    if not (hasattr(mask, "dtype") and hasattr(mask, "shape")):
+        return SHORT.repr(mask)
+    kind = "boolean" if str(mask.dtype) in ("bool", "torch.bool") else str(mask.dtype)
+    return f"a {kind} {'array' if isinstance(mask, np.ndarray) else 'tensor'} of shape {tuple(mask.shape)}"
 
 
 def is_whole(value: Any) -> bool:

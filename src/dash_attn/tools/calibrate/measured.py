@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...call.call import Call, Grads
+from ...call.call import Call, Grads, Modifiers
 from ...call.options import AttentionOptions
-from ...masks import Causal, Full, Mask
+from ...masks import BooleanMask, Causal, Full, Mask
 from ...scheduling.generators import generate
 from ...scheduling.problem import Problem, whole_number
 from ...viewing.task_times import TaskTimes
@@ -149,11 +149,12 @@ def calibrate(device: Device, head_dim: int, sweep: Sweep, progress: Progress | 
     return found, rows
 
 
-def make_call(problem: Problem, head_dim: int, device: Device, schedule: str) -> tuple[Call, Grads]:
-    """A call and its gradient, with standard normal entries."""
+def make_call(problem: Problem, head_dim: int, device: Device, schedule: str, elements: BooleanMask | None = None) -> tuple[Call, Grads]:
+    """A call and its gradient, with standard normal entries. elements: of the mask, if it is a matrix."""
     source = torch.Generator(device.device).manual_seed(0)
     q_heads = problem.heads * problem.group
     sizes = ((problem.q_len, q_heads), (problem.kv_len, problem.heads), (problem.kv_len, problem.heads), (problem.q_len, q_heads))
     rows = (torch.randn(problem.batch, *size, head_dim, generator=source, device=device.device) for size in sizes)
     q, k, v, dout = (x.to(device.dtype) for x in rows)
-    return Call(q, k, v, AttentionOptions(problem.mask, head_dim**-0.5, 0.0, schedule)), Grads(dout)
+    modifiers = None if elements is None else Modifiers(elements=elements)
+    return Call(q, k, v, AttentionOptions(problem.mask, head_dim**-0.5, 0.0, schedule), modifiers=modifiers), Grads(dout)
