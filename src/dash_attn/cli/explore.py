@@ -112,21 +112,20 @@ def start_of_form(options: Options, machine: str | None = None) -> dict[str, Any
     """What the form offers and begins with."""
     machines = [*SHIPPED, *([machine] if machine is not None and machine.lower() not in SHIPPED else [])]
     choices = {"schedule": ["auto", *GENERATORS], "machine": machines, "sharding": SHARDINGS, "execution": EXECUTIONS, "model": MODELS}
-    help_of = {flag_of(action.dest)[2:]: action.help for action in _Parser()._actions}
+    help_of = {flag_of(action.dest)[2:]: action.help for action in _parser()._actions}
     return {"options": dict(options), "choices": choices, "masks": MASK_FORMS, "help": help_of, "schedules": IDEAS}
 
 
-class _Parser(Parser):
+def _parser() -> Parser:
     """Of what a page asks."""
-
-    def __init__(self) -> None:
-        super().__init__(add_help=False, allow_abbrev=False)
-        add_question(self, SCHEDULES_HELP)
+    parser = Parser(add_help=False, allow_abbrev=False)
+    add_question(parser, SCHEDULES_HELP)
+    return parser
 
 
 def _usual() -> dict[str, Any]:
     """All that a page may ask for, and what it means not to."""
-    return vars(_Parser().parse_args([]))
+    return vars(_parser().parse_args([]))
 
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -154,7 +153,7 @@ def read_question(options: Options, machine: str | None = None) -> argparse.Name
     asked = options.get("machine")
     if asked is not None and asked != machine and str(asked).lower() not in SHIPPED:
         raise ValueError(f"a page has the machines {', '.join(SHIPPED)}, and the one that the command was started with; got {asked!r}")
-    return _Parser().parse_args(words)
+    return _parser().parse_args(words)
 
 
 def answer(options: Options, machine: str | None = None, watch: Watch | None = None) -> dict[str, Any]:
