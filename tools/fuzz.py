@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,41 +26,34 @@ sys.path[:0] = [str(ROOT / "tests/helpers"), str(ROOT / "src"), str(ROOT)]
 
 from fuzzing import damage, record, soak, training  # noqa: E402
 from fuzzing.faults import FAULTS, planted  # noqa: E402
-from fuzzing.record import Recorder, new_part, until  # noqa: E402
+from fuzzing.record import Part, Recorder, new_part, until  # noqa: E402
 from fuzzing.trying import Outcome, attempt  # noqa: E402
 
 MOST_MINUTES = {"cpu": 20.0, "cuda": 9.0}
 
 
-class Counts:
-    """What came of the calls of a part."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder, self.part = recorder, recorder.part
-        self.part |= {"calls": 0, "functions": {}, "refusals": {}, "failures": []}
-
-    def add(self, outcome: Outcome, again: str) -> None:
-        of_function = self.part["functions"].setdefault(outcome.function, {"agreed": 0, "refused": 0, "failed": 0})
-        of_function["failed" if outcome.failure else "refused" if outcome.refusal else "agreed"] += 1
-        self.part["calls"] += 1
-        if outcome.refusal:
-            self.part["refusals"] = dict(Counter(self.part["refusals"]) + Counter([outcome.refusal]))
-        if outcome.failure:
-            self.part["failures"].append(f"{outcome.failure}: {again}")
-            print(f"{again}  # {outcome.function}: {outcome.failure} | {outcome.words}", flush=True)
-        self.recorder.keep()
+def count(part: Part, outcome: Outcome, again: str) -> None:
+    """What came of a call of a part."""
+    of_function = part["functions"].setdefault(outcome.function, {"agreed": 0, "refused": 0, "failed": 0})
+    of_function["failed" if outcome.failure else "refused" if outcome.refusal else "agreed"] += 1
+    part["calls"] += 1
+    if outcome.refusal:
+        part["refusals"][outcome.refusal] = part["refusals"].get(outcome.refusal, 0) + 1
+    if outcome.failure:
+        part["failures"].append(f"{outcome.failure}: {again}")
+        print(f"{again}  # {outcome.function}: {outcome.failure} | {outcome.words}", flush=True)
 
 
 def run_calls(device: str, seed: int, minutes: float, calls: int | None, path: Path | None) -> int:
     """A part: so many calls, or as many as there is time for. How many failed."""
-    first, time_left = record.next_number(path, device, seed), until(minutes)
-    recorder = Recorder(path, new_part("calls", device, seed=seed, first=first))
-    counts, number = Counts(recorder), first
+    number = first = record.next_number(path, device, seed)
+    part = new_part("calls", device, seed=seed, first=first) | {"calls": 0, "functions": {}, "refusals": {}, "failures": []}
+    recorder, time_left = Recorder(path, part), until(minutes)
     while time_left() and (calls is None or number < first + calls):
-        counts.add(attempt(seed, number, device), reproduction(device, seed, number))
+        count(part, attempt(seed, number, device), reproduction(device, seed, number))
+        recorder.keep()
         number += 1
     recorder.keep(at_once=True)
-    part = recorder.part
     print(f"seed {seed}, calls {first} to {number - 1}: {len(part['failures'])} failed, {sum(part['refusals'].values())} refused")
     return len(part["failures"])
 
