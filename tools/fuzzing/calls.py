@@ -252,10 +252,6 @@ def of_one_rank(random: Random, device: str) -> Call:
     return with_gradients(call, random, numbers)
 
 
-def of_played_ranks(random: Random, device: str) -> Call:
-    return shared.played(random)
-
-
 FUNCTIONS: dict[Draw, float] = {  # and how often, in a hundred calls
     dense: 42.8,
     packed: 19,
@@ -265,13 +261,13 @@ FUNCTIONS: dict[Draw, float] = {  # and how often, in a hundred calls
     through_sdpa: 8,
     module: 4,
     of_one_rank: 3,
-    of_played_ranks: 0.2,
+    shared.played: 0.2,
 }
 
 
 def draw(seed: int, number: int, device: str) -> Call:
     random = Random(f"{seed}/{number}")
-    functions = {function: often for function, often in FUNCTIONS.items() if function is not of_played_ranks or device == "cpu"}
+    functions = {function: often for function, often in FUNCTIONS.items() if function is not shared.played or device == "cpu"}
     (function,) = random.choices(list(functions), list(functions.values()))
     torch.manual_seed(random.getrandbits(31))
     return function(random, device)

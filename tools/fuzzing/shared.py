@@ -38,7 +38,7 @@ class AllRanks(torch.autograd.Function):
         return None, None, *ctx.saved_tensors  # type: ignore[attr-defined]
 
 
-def played(random: Random) -> Call:
+def played(random: Random, _: str) -> Call:
     case = next(case for case in iter(lambda: random_case(random.getrandbits(30), random.randint(2, 4)), None) if size(case) <= MOST)
     (heads, kv_heads), (dim, v_dim), rows = case.heads, case.dims, (case.batch, case.rows)
     source = torch.Generator().manual_seed(random.getrandbits(62))
