@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from dash_attn.tools.bench.candidates import CUDNN, EQUAL_HEADS, OURS, UNORDERED, is_ours
-from dash_attn.tools.bench.report import Results, Row, kind, relative_rows, shape_of, unique
+from dash_attn.tools.bench.report import Results, Row, relative_rows, shape_of, unique
 from dash_attn.tools.calibrate.pictures import OTHER_LOOK, SCHEDULE_LOOKS, in_known_order, thousands, write
 from dash_attn.viewing.style import INK
 
@@ -71,12 +71,12 @@ class Lines(NamedTuple):
 
     def drawn(self, texts: tuple[str, str], labels: list[str], sharey: Literal["col", "all"]) -> tuple[Any, Any, list[str]]:
         """The figure, its axes and what each panel is called. texts: title and note. labels: the order of the one legend."""
-        panels = unique(kind(row) for row in self.rows)
+        panels = unique(shape_of(row).kind for row in self.rows)
         columns = self.columns if len(panels) > 1 else 2
         figure, axes = grid(len(panels), *texts, -(-len(labels) // columns), sharey)
         found: dict[str, Any] = {}
         for place, key in zip(axes.flat, panels, strict=False):
-            self.draw_panel(place, [row for row in self.rows if kind(row) == key])
+            self.draw_panel(place, [row for row in self.rows if shape_of(row).kind == key])
             place.set_title(key)
             found = dict(zip(*reversed(place.get_legend_handles_labels()), strict=True)) | found
         for place in axes[-1]:
@@ -179,7 +179,7 @@ def _schedules_figure(results: Results, rows: list[Row]) -> Any:
     figure, axes, panels = lines.drawn(texts, [AUTO, UNORDERED_BASELINE, *names], sharey="col")
     for column, place in enumerate(axes[0]):
         keys = panels[column :: axes.shape[1]]
-        place.set_ylim(*_schedules_limits([row["relative"] for row in rows if kind(row) in keys]))
+        place.set_ylim(*_schedules_limits([row["relative"] for row in rows if shape_of(row).kind in keys]))
     for place in axes.flat:
         place.set_ylabel("speed relative to unordered")
     return figure

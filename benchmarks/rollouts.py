@@ -300,12 +300,8 @@ def of_earlier_calls(file: Path | None, found: dict[str, Any]) -> dict[str, list
     return parts
 
 
-def facts(found: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **{name: found["environment"].get(name) for name in ENVIRONMENT},
-        "dtype": found["dtype"],
-        "transformers": found["transformers"],
-    }
+def facts(found: dict[str, Any]) -> list[Any]:
+    return [found["dtype"], found["transformers"], *map(found["environment"].get, ENVIRONMENT)]
 
 
 def main() -> None:

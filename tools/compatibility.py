@@ -16,7 +16,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -167,11 +168,7 @@ def counted(report: str) -> dict[str, Any]:
             room["skipped"].append(text.rpartition("Skipped: ")[2][:-2] if why == "collection skipped" else why)
         else:
             room["passed"] += 1
-    return {room: {**counts, "skipped": reasons(counts["skipped"])} for room, counts in found.items()}
-
-
-def reasons(messages: Sequence[str]) -> dict[str, int]:
-    return {message: messages.count(message) for message in dict.fromkeys(messages)}
+    return {room: {**counts, "skipped": dict(Counter(counts["skipped"]))} for room, counts in found.items()}
 
 
 # ---- kernels for Hopper GPUs

@@ -77,13 +77,10 @@ def _outcome(row: dict[str, Any]) -> list[str]:
     if "stopped" in tests:
         return [f"stopped after {tests['stopped']} seconds", "-", row["commit"]]
     counts = [tests[room] for room in TESTS]
-    totals = (
-        sum(one["passed"] for one in counts),
-        sum(sum(one["skipped"].values()) for one in counts),
-        sum(len(one["failed"]) for one in counts),
-    )
-    failed = f", **{totals[2]} failed**" if totals[2] else ""
-    return [f"{totals[0]} passed, {totals[1]} skipped{failed}", str(tests["seconds"]), row["commit"]]
+    passed, failed = sum(one["passed"] for one in counts), sum(len(one["failed"]) for one in counts)
+    skipped = sum(sum(one["skipped"].values()) for one in counts)
+    more = f", **{failed} failed**" if failed else ""
+    return [f"{passed} passed, {skipped} skipped{more}", str(tests["seconds"]), row["commit"]]
 
 
 def _failed(rows: dict[str, Any]) -> list[str]:

@@ -80,12 +80,8 @@ def in_words(device: str) -> str:
     return {"cpu": "the CPU", "cuda": "a GPU"}[device]
 
 
-def failures(part: Part) -> int:
-    return len(part["failures"])
-
-
 def summary(parts: Sequence[Part]) -> list[str]:
-    calls, bad = sum(part["calls"] for part in parts), sum(map(failures, parts))
+    calls, bad = sum(part["calls"] for part in parts), sum(len(part["failures"]) for part in parts)
     refused = sum(sum(part["refusals"].values()) for part in parts)
     lines = [f"**{calls:,} calls: {bad:,} failures.** {refused:,} were refused."]
     return lines + [f"- {code(failure)}" for part in parts for failure in part["failures"]]
@@ -116,7 +112,7 @@ def by_part(parts: Sequence[Part]) -> list[str]:
 
 def of_seed(part: Part) -> list[str]:
     last = part["first"] + part["calls"] - 1
-    return [str(part["seed"]), f"{part['calls']:,}", f"{part['first']} to {last}", str(failures(part))]
+    return [str(part["seed"]), f"{part['calls']:,}", f"{part['first']} to {last}", str(len(part["failures"]))]
 
 
 def where(part: Part) -> str:

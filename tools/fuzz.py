@@ -17,51 +17,43 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests/helpers"), str(ROOT / "src"), str(ROOT)]
 
 from fuzzing import damage, record, soak, training  # noqa: E402
 from fuzzing.faults import FAULTS, planted  # noqa: E402
-from fuzzing.record import Recorder, new_part, until  # noqa: E402
+from fuzzing.record import Part, Recorder, new_part, until  # noqa: E402
 from fuzzing.trying import Outcome, attempt  # noqa: E402
 
 MOST_MINUTES = {"cpu": 20.0, "cuda": 9.0}
-MOST_SHOWN = 20  # failures
 
 
-class Counts:
-    """What came of the calls of a part."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder, self.part = recorder, recorder.part
-        self.part |= {"calls": 0, "functions": {}, "refusals": {}, "failures": []}
-
-    def add(self, outcome: Outcome, again: str) -> None:
-        of_function = self.part["functions"].setdefault(outcome.function, {"agreed": 0, "refused": 0, "failed": 0})
-        of_function["failed" if outcome.failure else "refused" if outcome.refusal else "agreed"] += 1
-        self.part["calls"] += 1
-        if outcome.refusal:
-            self.part["refusals"] = dict(Counter(self.part["refusals"]) + Counter([outcome.refusal]))
-        if outcome.failure:
-            self.part["failures"].append(f"{outcome.failure}: {again}")
-            print(f"{again}  # {outcome.function}: {outcome.failure} | {outcome.words}", flush=True)
-        self.recorder.keep()
+def count(part: Part, outcome: Outcome, again: str) -> None:
+    """What came of a call of a part."""
+    of_function = part["functions"].setdefault(outcome.function, {"agreed": 0, "refused": 0, "failed": 0})
+    of_function["failed" if outcome.failure else "refused" if outcome.refusal else "agreed"] += 1
+    part["calls"] += 1
+    if outcome.refusal:
+        part["refusals"][outcome.refusal] = part["refusals"].get(outcome.refusal, 0) + 1
+    if outcome.failure:
+        part["failures"].append(f"{outcome.failure}: {again}")
+        print(f"{again}  # {outcome.function}: {outcome.failure} | {outcome.words}", flush=True)
 
 
 def run_calls(device: str, seed: int, minutes: float, calls: int | None, path: Path | None) -> int:
     """A part: so many calls, or as many as there is time for. How many failed."""
-    first, time_left = record.next_number(path, device, seed), until(minutes)
-    recorder = Recorder(path, new_part("calls", device, seed=seed, first=first))
-    counts, number = Counts(recorder), first
+    number = first = record.next_number(path, device, seed)
+    part = new_part("calls", device, seed=seed, first=first) | {"calls": 0, "functions": {}, "refusals": {}, "failures": []}
+    recorder, time_left = Recorder(path, part), until(minutes)
     while time_left() and (calls is None or number < first + calls):
-        counts.add(attempt(seed, number, device), reproduction(device, seed, number))
+        count(part, attempt(seed, number, device), reproduction(device, seed, number))
+        recorder.keep()
         number += 1
     recorder.keep(at_once=True)
-    part = recorder.part
     print(f"seed {seed}, calls {first} to {number - 1}: {len(part['failures'])} failed, {sum(part['refusals'].values())} refused")
     return len(part["failures"])
 
@@ -77,10 +69,10 @@ def run_one(device: str, seed: int, number: int) -> int:
     return bool(outcome.failure)
 
 
-def calls_until_found(name: str, seed: int = 0) -> int | None:
+def calls_until_found(name: str) -> int | None:
     """None: not within the limit of this fault."""
     with planted(name):
-        return next((number + 1 for number in range(FAULTS[name][-1]) if attempt(seed, number, "cpu").failure), None)
+        return next((number + 1 for number in range(FAULTS[name][-1]) if attempt(0, number, "cpu").failure), None)
 
 
 def run_faults(names: Sequence[str], path: Path | None) -> int:
@@ -97,10 +89,10 @@ def run_files(seed: int, minutes: float, most: int | None, path: Path | None) ->
     time_left, number = until(minutes), 0
     part = new_part("files", "cpu", seed=seed, files=0, formats={name: {"refused": 0, "read": 0, "failed": 0} for name in damage.FORMATS})
     recorder, failed = Recorder(path, part), 0
-    with damage.a_folder() as folder:
+    with TemporaryDirectory(prefix="dash-attn-fuzz-") as folder:
         while time_left() and (most is None or number < most):
             for name, counts in part["formats"].items():
-                outcome, why = damage.attempt(name, seed, number, folder)
+                outcome, why = damage.attempt(name, seed, number, Path(folder))
                 counts[outcome] += 1
                 part["files"] += 1
                 if outcome == "failed":

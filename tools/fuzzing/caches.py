@@ -12,7 +12,7 @@ from torch import Tensor
 from dash_attn import Mask, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from dense import largest_error, same_bits
 from fuzzing import drawing
-from fuzzing.call import Call, Leaves, Modifiers, OutAndLse, Sequence
+from fuzzing.call import Call, Leaves, Modifiers, OutAndLse, Sequence, end_to_end, in_rows
 from fuzzing.drawing import Attended, Numbers, Shape, chance
 
 NAN = float("nan")
@@ -83,7 +83,7 @@ class Step:
         self.rotary = Rotary(random, self.shape, self.cache.slots[0][0].numel(), device, mask.is_full) if rotary else None
         self.dropped = self._dropped(random, mask)
         keeps = [drawing.by_definition(mask, self.q_len, self.keys_of(number)).keep for number in range(count)]
-        self.attended = [Attended(self.given, keep).on(device) for keep in keeps]
+        self.attended = [Attended(self.given, keep) for keep in keeps]
         self.options = self._options(device)
         self.after: tuple[Tensor, ...] = ()
 
@@ -91,12 +91,9 @@ class Step:
         return self.used[number] - self.padding[number] + self.new
 
     def _tensors(self, random: Random) -> Leaves:
-        (heads, kv_heads), (dim, v_dim), count = self.shape.heads, self.shape.dims, len(self.used)
-        sizes = {"q": (self.q_len, heads, dim)}
-        if self.new:
-            sizes |= {"k": (self.new, kv_heads, dim), "v": (self.new, kv_heads, v_dim)}
-        found = {name: self.numbers.laid_out(count, *each, dtype=self.shape.dtype) for name, each in sizes.items()}
-        return {**found, "sinks": self.numbers.draw(heads, dtype=torch.float32)} if chance(random, 0.2) else found
+        sizes = {name: size for name, size in self.shape.sizes(self.q_len, self.new).items() if name == "q" or self.new}
+        found = {name: self.numbers.laid_out(len(self.used), *size, dtype=self.shape.dtype) for name, size in sizes.items()}
+        return {**found, "sinks": self.numbers.draw(self.shape.heads[0], dtype=torch.float32)} if chance(random, 0.2) else found
 
     def _dropped(self, random: Random, mask: Mask) -> int:
         """Keys before the window that the cache has dropped, of every sequence."""
@@ -155,10 +152,6 @@ class Step:
         if not (turned or same_bits(self.after[0], keys)) or not same_bits(self.after[1], values):
             return "the cache holds something else after the call"
         return None
-
-
-def in_rows(_: Leaves, outs: list[Tensor], lses: list[Tensor]) -> OutAndLse:
-    return torch.cat(outs), torch.cat(lses)
 
 
 def whole(call: Call, leaves: Leaves, dropped: int = 0) -> tuple[list[Tensor], list[Tensor]]:
@@ -225,11 +218,8 @@ def in_pages(random: Random, device: str) -> Call:
         pairs = enumerate(leaves["q"].split(q_lengths))
         return [(q[None], *(x.to(q.dtype) for x in cache.read(number, 0, kv_lengths[number]))) for number, q in pairs]
 
-    def join(_: Leaves, outs: list[Tensor], lses: list[Tensor]) -> OutAndLse:
-        return torch.cat([out[0] for out in outs]), torch.cat([lse[0] for lse in lses], -1)
-
-    attended = [Attended(given, drawing.by_definition(mask, *pair).keep).on(device) for pair in shape.lengths]
+    attended = [Attended(given, drawing.by_definition(mask, *pair).keep) for pair in shape.lengths]
     words = f"{shape} {given} {scores}"
-    call = Call("flash_attn_varlen_func of pages", words, leaves, run, cut, join, attended, Modifiers(scores), differentiable=False)
-    call.run_alone = lambda leaves: join(leaves, *whole(call, leaves))
+    call = Call("flash_attn_varlen_func of pages", words, leaves, run, cut, end_to_end, attended, Modifiers(scores), differentiable=False)
+    call.run_alone = lambda leaves: end_to_end(leaves, *whole(call, leaves))
     return call

@@ -75,6 +75,10 @@ class Call:
     cotangents: tuple[Tensor, ...] = ()  # of the output, and maybe of the LSE
     draw_cotangents: Callable[[Tensor, Tensor | None], tuple[Tensor, ...]] | None = None  # once there is an output
 
+    def __post_init__(self) -> None:
+        device = next(iter(self.leaves.values())).device
+        self.attended = [one.on(device) for one in self.attended]
+
     def ours(self) -> Leaves:
         return self._results(self.run, self.leaves)
 
@@ -162,6 +166,23 @@ class Sizes:
             gradient = max(gradient, weight, scale * weight * max(largest(q), largest(k)))
             equal_terms = max(equal_terms, repeats * max(q.shape[1], k.shape[1]) / (2 * ERRORS))
         return cls(scores, values, gradient, equal_terms)
+
+
+def answers(function: Callable[..., OutAndLse], *more: Any, **options: Any) -> Callable[[Leaves], OutAndLse]:
+    """Of a function that takes q, k and v first."""
+    return lambda leaves: function(*map(leaves.get, "qkv"), *more, **options, sinks=leaves.get("sinks"), return_lse=True)
+
+
+def each(leaves: Leaves) -> list[Sequence]:
+    return list(zip(*(leaves[name].split(1) for name in "qkv"), strict=True))
+
+
+def in_rows(_: Leaves, outs: list[Tensor], lses: list[Tensor]) -> OutAndLse:
+    return torch.cat(outs), torch.cat(lses)
+
+
+def end_to_end(_: Leaves, outs: list[Tensor], lses: list[Tensor]) -> OutAndLse:
+    return torch.cat([out[0] for out in outs]), torch.cat([lse[0] for lse in lses], -1)
 
 
 def largest(x: Tensor) -> float:

@@ -15,17 +15,17 @@ from dash_attn.distributed import context_parallel_attention
 from dash_attn.integrations import sdpa
 from dash_attn.nn import SelfAttention
 from fuzzing import caches, drawing, shared
-from fuzzing.call import Call, Leaves, Modifiers, OutAndLse
+from fuzzing.call import Call, Leaves, Modifiers, OutAndLse, Sequence, answers, each, end_to_end, in_rows
 from fuzzing.drawing import Attended, Numbers, Shape, chance
 
 ANY_MASK = ("ascending", "descending", "alternating", "weave", "spt")  # schedules
 Draw = Callable[[Random, str], Call]
 
 
-def modifiers(random: Random, numbers: Numbers, shape: Shape, dropout: bool = True) -> Modifiers:
+def modifiers(random: Random, numbers: Numbers, shape: Shape) -> Modifiers:
     heads, count = shape.heads[0], len(shape.lengths)
     found = Modifiers(drawing.scores(random, numbers.device), head_offset=random.choice((0, 0, 0, 1, 3)))
-    if dropout and chance(random, 0.15):
+    if chance(random, 0.15):
         found.dropout_p, found.seeds = random.choice((0.1, 0.5, 0.83)), drawing.seeds(random, count, numbers.device)
     if chance(random, 0.15):
         sizes = (heads,) if chance(random, 0.5) else (count, heads)
@@ -70,33 +70,18 @@ def dense_masks(random: Random, shape: Shape, matrices: bool = True) -> tuple[di
     return given, [Attended(given, drawing.by_definition(mask, q_len, kv_len).keep)] * count, mask
 
 
-def in_rows(_: Leaves, outs: list[Tensor], lses: list[Tensor]) -> OutAndLse:
-    return torch.cat(outs), torch.cat(lses)
-
-
-def each(leaves: Leaves) -> list[tuple[Tensor, Tensor, Tensor]]:
-    return list(zip(*(leaves[name].split(1) for name in "qkv"), strict=True))
-
-
 def dense(random: Random, device: str) -> Call:
     shape = drawing.shape(random, device)
     numbers, count = Numbers(random, device), len(shape.lengths)
     given, attended, mask = dense_masks(random, shape)
-    (q_len, kv_len), (heads, kv_heads), (dim, v_dim) = shape.lengths[0], shape.heads, shape.dims
-    sizes = {"q": (q_len, heads, dim), "k": (kv_len, kv_heads, dim), "v": (kv_len, kv_heads, v_dim)}
-    leaves = {name: numbers.laid_out(count, *each, dtype=shape.dtype, scale=random.choice((1, 1, 3))) for name, each in sizes.items()}
+    sizes = shape.sizes(*shape.lengths[0]).items()
+    leaves = {name: numbers.laid_out(count, *size, dtype=shape.dtype, scale=random.choice((1, 1, 3))) for name, size in sizes}
     leaves = with_sinks(random, numbers, shape, leaves)
     own = modifiers(random, numbers, shape)
     own.schedule = drawing.schedule(random, device, mask, shape, own.head_offset)
     ordered = not chance(random, 0.06)
     options = {**{name: on(x, device) for name, x in given.items()}, **own.given(), "accumulation": "ordered" if ordered else "unordered"}
-
-    def run(leaves: Leaves) -> OutAndLse:
-        out: tuple[Tensor, Tensor] = flash_attn_func(*map(leaves.get, "qkv"), **options, sinks=leaves.get("sinks"), return_lse=True)
-        return out
-
-    words = f"{shape} {in_words(options)}"
-    attended = [one.on(device) for one in attended]
+    words, run = f"{shape} {in_words(options)}", answers(flash_attn_func, **options)
     return with_gradients(Call("flash_attn_func", words, leaves, run, each, in_rows, attended, own, ordered), random, numbers)
 
 
@@ -133,12 +118,12 @@ def packed_in_one(random: Random, device: str) -> Call:
         )
         return out
 
-    def cut(leaves: Leaves) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def cut(leaves: Leaves) -> list[Sequence]:
         q, k, v = leaves["qkv"].unbind(2) if whole else (leaves["q"], *leaves["kv"].unbind(2))
         return each({"q": q, "k": k, "v": v})
 
     name = "flash_attn_qkvpacked_func" if whole else "flash_attn_kvpacked_func"
-    call = Call(name, f"{shape} {in_words(options)}", leaves, run, cut, in_rows, [one.on(device) for one in attended], own)
+    call = Call(name, f"{shape} {in_words(options)}", leaves, run, cut, in_rows, attended, own)
     return with_gradients(call, random, numbers)
 
 
@@ -147,10 +132,9 @@ def packed(random: Random, device: str) -> Call:
     shape = drawing.shape(random, device, same_lengths=False)
     numbers = Numbers(random, device)
     given, attended = packed_masks(random, shape, device)
-    (heads, kv_heads), (dim, v_dim) = shape.heads, shape.dims
     q_lengths, kv_lengths = map(list, zip(*shape.lengths, strict=True))
-    sizes = {"q": (sum(q_lengths), heads, dim), "k": (sum(kv_lengths), kv_heads, dim), "v": (sum(kv_lengths), kv_heads, v_dim)}
-    leaves = {name: numbers.laid_out(*each, dtype=shape.dtype) for name, each in sizes.items()}
+    sizes = shape.sizes(sum(q_lengths), sum(kv_lengths)).items()
+    leaves = {name: numbers.laid_out(*size, dtype=shape.dtype) for name, size in sizes}
     leaves = with_sinks(random, numbers, shape, leaves)
     own = modifiers(random, numbers, shape)
     own.schedule = "auto" if chance(random, 0.8) or device == "cuda" else random.choice(ANY_MASK)
@@ -158,21 +142,13 @@ def packed(random: Random, device: str) -> Call:
     offsets = drawing.places(q_lengths, device), drawing.places(kv_lengths, device), max(q_lengths) + room, max(kv_lengths) + room
     options = {**given, **own.given()}
 
-    def run(leaves: Leaves) -> OutAndLse:
-        rest = {**options, "sinks": leaves.get("sinks"), "return_lse": True}
-        out: tuple[Tensor, Tensor] = flash_attn_varlen_func(*map(leaves.get, "qkv"), *offsets, **rest)
-        return out
-
-    def cut(leaves: Leaves) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def cut(leaves: Leaves) -> list[Sequence]:
         parts = [leaves[name].split(lengths) for name, lengths in (("q", q_lengths), ("k", kv_lengths), ("v", kv_lengths))]
         return [(q[None], k[None], v[None]) for q, k, v in zip(*parts, strict=True)]
 
+    run = answers(flash_attn_varlen_func, *offsets, **options)
     call = Call("flash_attn_varlen_func", f"{shape} {in_words(options)}", leaves, run, cut, end_to_end, attended, own)
     return with_gradients(call, random, numbers)
-
-
-def end_to_end(_: Leaves, outs: list[Tensor], lses: list[Tensor]) -> OutAndLse:
-    return torch.cat([out[0] for out in outs]), torch.cat([lse[0] for lse in lses], -1)
 
 
 def packed_masks(random: Random, shape: Shape, device: str) -> tuple[dict[str, Any], list[Attended]]:
@@ -187,7 +163,7 @@ def packed_masks(random: Random, shape: Shape, device: str) -> tuple[dict[str, A
                 given[number] = attended[number].given["mask"]
         return {"mask": given}, attended
     options, mask = drawing.simple_mask(random, 50, 50)
-    return options, [Attended(options, drawing.by_definition(mask, *pair).keep).on(device) for pair in shape.lengths]
+    return options, [Attended(options, drawing.by_definition(mask, *pair).keep) for pair in shape.lengths]
 
 
 def through_sdpa(random: Random, device: str) -> Call:
@@ -216,13 +192,12 @@ def through_sdpa(random: Random, device: str) -> Call:
         with sdpa.enable():
             return functional.scaled_dot_product_attention(*map(leaves.get, "qkv"), **options), None
 
-    def cut(leaves: Leaves) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def cut(leaves: Leaves) -> list[Sequence]:
         return each({name: x.expand(count, -1, -1, -1).transpose(1, 2) for name, x in leaves.items()})
 
     def join(_: Leaves, outs: list[Tensor], lses: list[Tensor]) -> OutAndLse:
         return torch.cat(outs).transpose(1, 2), None
 
-    attended = [one.on(device) for one in attended]
     words = f"{shape} {in_words(options)}" + (" one sequence of keys" if of_keys < count else "")
     call = Call("scaled_dot_product_attention", words, leaves, run, cut, join, attended, own)
     call.comparable = sort != "causal" and of_keys == count  # a matrix and a name of the same mask may be planned apart
@@ -248,7 +223,7 @@ def module(random: Random, device: str) -> Call:
         own = {name: x for name, x in leaves.items() if name != "x"}
         return torch.func.functional_call(layer, own, (leaves["x"],)), None
 
-    def cut(leaves: Leaves) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def cut(leaves: Leaves) -> list[Sequence]:
         projected = functional.linear(leaves["x"], leaves["qkv.weight"], leaves.get("qkv.bias"))
         q, k, v = projected.unflatten(-1, (-1, dim)).split(split, 2)
         return each({"q": q, "k": k, "v": v})
@@ -268,25 +243,13 @@ def of_one_rank(random: Random, device: str) -> Call:
     shape = shape._replace(lengths=tuple((max(q, 1), max(k, 1)) for q, k in shape.lengths))
     numbers, count, length = Numbers(random, device), len(shape.lengths), shape.lengths[0][0]
     given, attended, _ = dense_masks(random, shape, matrices=False)
-    (heads, kv_heads), (dim, v_dim) = shape.heads, shape.dims
-    sizes = {"q": (heads, dim), "k": (kv_heads, dim), "v": (kv_heads, v_dim)}
-    leaves = {name: numbers.laid_out(count, length, *each, dtype=shape.dtype) for name, each in sizes.items()}
+    leaves = {name: numbers.laid_out(count, *size, dtype=shape.dtype) for name, size in shape.sizes(length, length).items()}
     leaves = with_sinks(random, numbers, shape, leaves)
     own = modifiers(random, numbers, shape)
     options = {**given, **own.given(), "sharding": "contiguous"}
-
-    def run(leaves: Leaves) -> OutAndLse:
-        rest = {**options, "sinks": leaves.get("sinks"), "return_lse": True}
-        out: tuple[Tensor, Tensor] = context_parallel_attention(*map(leaves.get, "qkv"), **rest)
-        return out
-
-    attended = [one.on(device) for one in attended]
+    run = answers(context_parallel_attention, **options)
     call = Call("context_parallel_attention", f"{shape} {in_words(options)}", leaves, run, each, in_rows, attended, own)
     return with_gradients(call, random, numbers)
-
-
-def of_played_ranks(random: Random, device: str) -> Call:
-    return shared.played(random)
 
 
 FUNCTIONS: dict[Draw, float] = {  # and how often, in a hundred calls
@@ -298,13 +261,13 @@ FUNCTIONS: dict[Draw, float] = {  # and how often, in a hundred calls
     through_sdpa: 8,
     module: 4,
     of_one_rank: 3,
-    of_played_ranks: 0.2,
+    shared.played: 0.2,
 }
 
 
 def draw(seed: int, number: int, device: str) -> Call:
     random = Random(f"{seed}/{number}")
-    functions = {function: often for function, often in FUNCTIONS.items() if function is not of_played_ranks or device == "cpu"}
+    functions = {function: often for function, often in FUNCTIONS.items() if function is not shared.played or device == "cpu"}
     (function,) = random.choices(list(functions), list(functions.values()))
     torch.manual_seed(random.getrandbits(31))
     return function(random, device)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from benchmarks import result_files
@@ -233,9 +232,3 @@ def within(seconds: int) -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-
-
-@contextmanager
-def a_folder() -> Iterator[Path]:
-    with TemporaryDirectory(prefix="dash-attn-fuzz-") as name:
-        yield Path(name)

@@ -32,6 +32,11 @@ class Shape(NamedTuple):
     dims: tuple[int, int]
     dtype: torch.dtype
 
+    def sizes(self, queries: int, keys: int) -> dict[str, tuple[int, int, int]]:
+        """Of so many rows of q, k and v."""
+        (heads, kv_heads), (dim, v_dim) = self.heads, self.dims
+        return {"q": (queries, heads, dim), "k": (keys, kv_heads, dim), "v": (keys, kv_heads, v_dim)}
+
     def __str__(self) -> str:
         lengths = ",".join(f"{q}x{k}" for q, k in self.lengths)
         return f"{lengths} heads {self.heads[0]}/{self.heads[1]} dims {self.dims[0]}/{self.dims[1]} {str(self.dtype)[6:]}"
@@ -43,7 +48,7 @@ class Attended(NamedTuple):
     given: dict[str, Any]
     keep: Tensor
 
-    def on(self, device: str) -> Attended:
+    def on(self, device: torch.device) -> Attended:
         given = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.given.items()}
         return Attended(given, self.keep.to(device))
 

@@ -12,7 +12,7 @@ from dash_attn.call.options import Choices, options_for
 from dash_attn.distributed.context.loopback import play_all_ranks
 from dash_attn.distributed.context.rows import sharding_for
 from dash_attn.distributed.context.shared_call import SharedCall
-from fuzzing.call import Call, Leaves, Modifiers, OutAndLse
+from fuzzing.call import Call, Leaves, Modifiers, OutAndLse, answers, each, in_rows
 from fuzzing.drawing import Attended, by_definition
 from shared_cases import Case
 from shared_problems import random_case
@@ -38,12 +38,12 @@ class AllRanks(torch.autograd.Function):
         return None, None, *ctx.saved_tensors  # type: ignore[attr-defined]
 
 
-def played(random: Random) -> Call:
+def played(random: Random, _: str) -> Call:
     case = next(case for case in iter(lambda: random_case(random.getrandbits(30), random.randint(2, 4)), None) if size(case) <= MOST)
     (heads, kv_heads), (dim, v_dim), rows = case.heads, case.dims, (case.batch, case.rows)
     source = torch.Generator().manual_seed(random.getrandbits(62))
     sizes = {"q": (heads, dim), "k": (kv_heads, dim), "v": (kv_heads, v_dim), "out": (heads, v_dim)}
-    tensors = {name: torch.randn(*rows, *each, generator=source, dtype=torch.float64).to(case.dtype) for name, each in sizes.items()}
+    tensors = {name: torch.randn(*rows, *size, generator=source, dtype=torch.float64).to(case.dtype) for name, size in sizes.items()}
     dout = tensors.pop("out")
     options = options_for(Choices(**case.call), dim)
     shared = SharedCall.of(tuple(tensors.values()), options, sharding_for(case.sharding, case.rows, case.ranks))  # type: ignore[arg-type]
@@ -52,20 +52,9 @@ def played(random: Random) -> Call:
         out: tuple[Tensor, Tensor] = AllRanks.apply(shared, dout, *map(leaves.get, "qkv"))  # type: ignore[no-untyped-call]
         return out
 
-    def cut(leaves: Leaves) -> list[tuple[Tensor, Tensor, Tensor]]:
-        return list(zip(*(leaves[name].split(1) for name in "qkv"), strict=True))
-
-    def join(_: Leaves, outs: list[Tensor], lses: list[Tensor]) -> OutAndLse:
-        return torch.cat(outs), torch.cat(lses)
-
     attended = [Attended({}, by_definition(options.mask, case.rows, case.rows).keep)] * case.batch
-    call = Call("context_parallel_attention, ranks played", str(case), tensors, run, cut, join, attended)
+    call = Call("context_parallel_attention, ranks played", str(case), tensors, run, each, in_rows, attended)
     call.modifiers = Modifiers({"softmax_scale": options.scale, "softcap": options.softcap})
     call.cotangents = (dout,)
-
-    def whole(leaves: Leaves) -> OutAndLse:
-        out: tuple[Tensor, Tensor] = flash_attn_func(*map(leaves.get, "qkv"), **case.call, return_lse=True)
-        return out
-
-    call.run_alone = whole
+    call.run_alone = answers(flash_attn_func, **case.call)
     return call

@@ -117,21 +117,20 @@ def start_of_form(options: Options) -> dict[str, Any]:
     machine = options.get("machine")
     machines = [*SHIPPED, *([machine] if machine is not None and machine.lower() not in SHIPPED else [])]
     choices = {"schedule": ["auto", *GENERATORS], "machine": machines, "sharding": SHARDINGS, "execution": EXECUTIONS, "model": MODELS}
-    help_of = {flag_of(action.dest)[2:]: action.help for action in _Parser()._actions}
+    help_of = {flag_of(action.dest)[2:]: action.help for action in _parser()._actions}
     return {"options": dict(options), "choices": choices, "masks": MASK_FORMS, "help": help_of, "schedules": IDEAS}
 
 
-class _Parser(Parser):
+def _parser() -> Parser:
     """Of what a page asks."""
-
-    def __init__(self) -> None:
-        super().__init__(add_help=False, allow_abbrev=False)
-        add_question(self, SCHEDULES_HELP)
+    parser = Parser(add_help=False, allow_abbrev=False)
+    add_question(parser, SCHEDULES_HELP)
+    return parser
 
 
 def _usual() -> dict[str, Any]:
     """All that a page may ask for, and what it means not to."""
-    return vars(_Parser().parse_args([]))
+    return vars(_parser().parse_args([]))
 
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -161,7 +160,7 @@ def read_question(options: Options, start: Options = MappingProxyType({})) -> ar
         raise ValueError(f"a page has the machines {', '.join(SHIPPED)}, and the one that the command was started with; got {machine!r}")
     if is_file(str(mask)) and mask != start.get("mask"):
         raise ValueError(f"a page has masks by name, and the file that the command was started with; got {mask!r}")
-    return _Parser().parse_args(words)
+    return _parser().parse_args(words)
 
 
 def answer(options: Options, start: Options = MappingProxyType({}), watch: Watch | None = None) -> dict[str, Any]:

@@ -192,12 +192,12 @@ def _measure_all(names: list[str], arguments: argparse.Namespace, device: Device
     from ..tools.calibrate.measured import make_call
 
     schedules, refused = _generate_all(names, problem, device.workers)
-    records, elements = [], _elements_of(arguments.mask, device)
-    for name, _ in schedules:
+    recorded, elements = [], _elements_of(arguments.mask, device)
+    for name, schedule in schedules:
         with progress_bar(f"measuring {name}", problem.tasks) as progress:
-            records.append(device.record(*make_call(problem, arguments.head_dim, device, name, elements), progress))
+            spans = device.record(*make_call(problem, arguments.head_dim, device, name, elements), progress)
+            recorded.append((name, schedule, spans))
     given = arguments.machine is not None or any(getattr(arguments, name) is not None for name in COSTS)
-    recorded = [(name, schedule, spans) for (name, schedule), spans in zip(schedules, records, strict=True)]
     # As given or calibrated; else read off these very runs.
     machine = read_machine(arguments) if given or not recorded else estimate([(schedule, spans) for _, schedule, spans in recorded])
     runs = [PlannedRun(name, simulate(schedule, machine), spans) for name, schedule, spans in recorded]

@@ -36,10 +36,11 @@ def print_report(report: Report, as_json: bool = False) -> None:
         print(json.dumps(report.value, indent=2))
         return
     print(report.header)
+    in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     for lines in _blocks([tuple(report.columns), *report.rows]):
         print()
         for line, best in zip(lines, [False, *report.best], strict=True):
-            print(BEST.format(line) if best and _in_colour() else line)
+            print(BEST.format(line) if best and in_colour else line)
     for note in ("", *report.notes) if report.notes else ():
         print(note)
 
@@ -59,10 +60,6 @@ def aligned(rows: Sequence[Sequence[str]], flush_left: bool = False) -> list[str
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = [str.ljust, *[str.ljust if flush_left else str.rjust] * (len(widths) - 1)]
     return ["  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)) for row in rows]
-
-
-def _in_colour() -> bool:
-    return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
 _watch: ContextVar[Callable[[str], Progress] | None] = ContextVar("_watch", default=None)

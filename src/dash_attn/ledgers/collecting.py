@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from hashlib import sha256
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -59,12 +60,8 @@ class HostCopies:
         for _, event in self._copies.values():
             if event is not None:
                 event.synchronize()
-        joined = {device: copy.numpy().tobytes() for device, (copy, _) in self._copies.items()}
-        starts, pieces = dict.fromkeys(joined, 0), []
-        for device, size in self._places:
-            pieces.append(joined[device][starts[device] : starts[device] + size])
-            starts[device] += size
-        return pieces
+        files = {device: BytesIO(copy.numpy().tobytes()) for device, (copy, _) in self._copies.items()}
+        return [files[device].read(size) for device, size in self._places]
 
 
 def _copy(octets: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

@@ -266,29 +266,28 @@ def spread(path_a: str | Path, path_b: str | Path, rank: int | None = None) -> S
     shape = len(DIRECTIONS), len(modules), len(steps)
     compared, differing = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     number_of = {module: place for place, module in enumerate(modules)}
-    places_in, apart = lru_cache(maxsize=1)(partial(_places, number_of)), Sizes()
+    cells_in, apart = lru_cache(maxsize=1)(partial(_cells, number_of)), Sizes()
     for place, step in enumerate(steps):
-        aligned = align(a.steps[step], b.steps[step])
-        where, size = places_in(aligned), len(DIRECTIONS) * len(modules)
-        differs = ~aligned.same(a.steps[step], b.steps[step])
-        compared[:, :, place] = np.bincount(where[where >= 0], minlength=size).reshape(shape[:2])
-        differing[:, :, place] = np.bincount(where[(where >= 0) & differs], minlength=size).reshape(shape[:2])
-        for number in np.flatnonzero((where >= 0) & differs):
-            pair, way = aligned.pairs[number], int(where[number]) // len(modules)
-            if (found := how_far_apart(pair, a.steps[step], b.steps[step])) is None:
-                continue
-            for module in ("", *_lineage(pair.entry.module)):
-                cell = way, number_of[module], place
-                apart[cell] = max(apart.get(cell, found), found)
-    return Spread(ranks.rank, modules, tuple(steps), _rolled_up(compared, modules), _rolled_up(differing, modules), apart)
+        one, other = a.steps[step], b.steps[step]
+        aligned = align(one, other)
+        cells = cells_in(aligned)
+        found = cells[~aligned.same(one, other)[cells[:, 0]]]
+        np.add.at(compared[:, :, place], (cells[:, 1], cells[:, 2]), 1)
+        np.add.at(differing[:, :, place], (found[:, 1], found[:, 2]), 1)
+        sizes = {number: how_far_apart(aligned.pairs[number], one, other) for number in set(found[:, 0].tolist())}
+        for number, way, module in found.tolist():
+            if (size := sizes[number]) is not None:
+                apart[way, module, place] = max(apart.get((way, module, place), size), size)
+    return Spread(ranks.rank, modules, tuple(steps), compared, differing, apart)
 
 
-def _places(number_of: dict[str, int], aligned: Alignment) -> Counts:
-    """Direction and module of every tensor, as one number; -1: not counted. Most steps share an alignment, which is looked at once."""
-    entries = [pair.entry for pair in aligned.pairs]
-    directions = [DIRECTION_OF.get(entry.phase) for entry in entries]
-    found = [-1 if way is None else way * len(number_of) + number_of[entry.module] for way, entry in zip(directions, entries, strict=True)]
-    return np.array(found, dtype=np.int64)
+def _cells(number_of: dict[str, int], aligned: Alignment) -> Counts:
+    """Rows (tensor, direction, module): a tensor counts in all modules that contain it. Most steps share an alignment, which is looked at
+    once."""
+    entries = [(number, pair.entry) for number, pair in enumerate(aligned.pairs) if pair.entry.phase in DIRECTION_OF]
+    lineages = {module: [number_of[name] for name in dict.fromkeys(["", *_lineage(module)])] for module in number_of}
+    found = [(number, DIRECTION_OF[entry.phase], module) for number, entry in entries for module in lineages[entry.module]]
+    return np.array(found, dtype=np.int64).reshape(-1, 3)
 
 
 def _modules_of(a: RankLedger, b: RankLedger) -> tuple[str, ...]:
@@ -306,12 +305,3 @@ def _lineage(module: str) -> list[str]:
     """The module, behind all that contain it but the model itself."""
     parts = module.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-
-
-def _rolled_up(counts: Counts, modules: tuple[str, ...]) -> Counts:
-    """With what is inside of each module."""
-    number = {module: place for place, module in enumerate(modules)}
-    for module in sorted(modules, key=lambda name: -name.count(".")):
-        if module:
-            counts[:, number[module.rpartition(".")[0]]] += counts[:, number[module]]
-    return counts

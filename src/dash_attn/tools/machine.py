@@ -220,13 +220,6 @@ def _started_with() -> dict[str, str] | None:
     return {name: value for name, _, value in (entry.partition("=") for entry in entries if entry)}
 
 
-def _has_cuda_bindings() -> bool:
-    try:
-        return find_spec("cuda.bindings") is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def _kernels() -> str:
     """Those loaded so far by origin, else what the first call will find. Our own modules, which load no library."""
     driver = sys.modules.get("dash_attn.backends.hopper.driver.launch")
@@ -261,7 +254,7 @@ class Snapshot:
     cuda_initialized: bool = field(default_factory=lambda: torch.cuda.is_initialized())
     # None: no GPU, or not asked because that would initialise CUDA.
     gpu: Gpu | None = field(default_factory=lambda: current_gpu() if torch.cuda.is_initialized() else None)
-    cuda_bindings: bool = field(default_factory=_has_cuda_bindings)
+    cuda_bindings: bool = field(default_factory=lambda: all(map(find_spec, ("cuda", "cuda.bindings"))))
     triton: bool = field(default_factory=lambda: find_spec("triton") is not None)
     kernels: str | None = field(default_factory=lambda: _kernels() if torch.cuda.is_available() else None)  # where ours come from, in words
     torch_version: str = field(default_factory=lambda: torch.__version__)

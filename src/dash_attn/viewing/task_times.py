@@ -175,10 +175,10 @@ class Noted(NamedTuple):
     reduce_end: Floats
 
 
-def times_from(schedule: Schedule, noted: Noted, drains: int, suffix: str = ", measured") -> TaskTimes:
+def times_from(schedule: Schedule, noted: Noted, drains: int) -> TaskTimes:
     """The spans of a measured run, from the moment its first task started."""
     table = task_table(schedule)
-    offsets = chain_offsets(schedule, table)
+    offsets = np.searchsorted(table.ticket, np.arange(schedule.problem.chains + 1))
     first = np.minimum(offsets[:-1], len(table.ticket) - 1)
     worker = np.where(np.diff(offsets) > 0, noted.worker[first], 0)
     strangers = np.flatnonzero(worker[table.ticket] != noted.worker)
@@ -186,14 +186,9 @@ def times_from(schedule: Schedule, noted: Noted, drains: int, suffix: str = ", m
         raise RecordError(f"task {strangers[0]} was noted on another worker than the first task of its chain")
     zero = float(noted.compute_start.min())
     times = {name: getattr(noted, name) - zero for name in Noted._fields[1:]}
-    spans = TaskTimes(
-        schedule.name + suffix, schedule.workers, schedule.problem.q_tiles, offsets, worker, table.q_tile, **times, drains=drains
-    )
+    name, q_tiles = f"{schedule.name}, measured", schedule.problem.q_tiles
+    spans = TaskTimes(name, schedule.workers, q_tiles, offsets, worker, table.q_tile, **times, drains=drains)
     return replace(spans, notes=f"{spans.makespan:,.1f} us   stalled {percent(spans.stalled)}", time_label=MICROSECONDS, source="measured")
-
-
-def chain_offsets(schedule: Schedule, table: TaskTable) -> Indices:
-    return np.concatenate([[0], np.cumsum(np.bincount(table.ticket, minlength=schedule.problem.chains))])
 
 
 class Cycles(NamedTuple):
@@ -237,7 +232,7 @@ def noted_by_drains(schedule: Schedule, cycles: Cycles, clocks: Clocks, drains: 
     on, if it is then still as long as usual: before, it stalled.
     """
     table = task_table(schedule)
-    offsets = chain_offsets(schedule, table)
+    offsets = np.searchsorted(table.ticket, np.arange(schedule.problem.chains + 1))
     ready, turn, landed = (to_microseconds(x, cycles.cta, clocks) for x in (cycles.ready, cycles.turn, cycles.landed))
     position = np.arange(len(ready)) - offsets[table.ticket]
     follows = position > 0

@@ -4,13 +4,9 @@
 ring attention and Ulysses. All of it is planning: nothing here was measured on several GPUs.
 """
 
-from ..machines import Cluster as Cluster
-from ..machines import Widths as Widths
-from .peers import PeerEstimate as PeerEstimate
-from .peers import ring_attention as ring_attention
-from .peers import ulysses as ulysses
-from .timeline import EXECUTIONS as EXECUTIONS
-from .timeline import MODELS as MODELS
-from .timeline import MOST_TASKS_OF_TILES as MOST_TASKS_OF_TILES
-from .timeline import RankTimeline as RankTimeline
-from .timeline import simulate_ranks as simulate_ranks
+from ..machines import Cluster, Widths
+from .peers import PeerEstimate, ring_attention, ulysses
+from .timeline import EXECUTIONS, MODELS, MOST_TASKS_OF_TILES, RankTimeline, simulate_ranks
+
+__all__ = ["EXECUTIONS", "MODELS", "MOST_TASKS_OF_TILES", "Cluster", "PeerEstimate", "RankTimeline", "Widths"]
+__all__ += ["ring_attention", "simulate_ranks", "ulysses"]

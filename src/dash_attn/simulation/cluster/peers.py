@@ -45,7 +45,7 @@ def ring_attention(problem: Problem, sharding: Sharding, cluster: Cluster, one_r
     if ranks > 1:
         makespan += cluster.transfer_us(sums) + cluster.hop_latency_us  # the last turn, home
     sent = (ranks - 1) * keys, (ranks - 1) * keys + (ranks * sums if ranks > 1 else 0)
-    return PeerEstimate("ring attention", *sent, makespan, _efficiency(one_rank, ranks, makespan))
+    return PeerEstimate("ring attention", *sent, makespan, efficiency(one_rank, ranks, makespan))
 
 
 def _ring_tasks(problem: Problem, sharding: Sharding) -> list[int]:
@@ -72,8 +72,8 @@ def ulysses(problem: Problem, sharding: Sharding, cluster: Cluster, one_rank: fl
     sent = numbers * rows * widths.element * (ranks - 1) // ranks**2
     latency = 2 * cluster.hop_latency_us if ranks > 1 else 0.0
     makespan = one_rank / ranks + cluster.transfer_us(sent) + latency
-    return PeerEstimate("Ulysses", sent, sent, makespan, _efficiency(one_rank, ranks, makespan))
+    return PeerEstimate("Ulysses", sent, sent, makespan, efficiency(one_rank, ranks, makespan))
 
 
-def _efficiency(one_rank: float, ranks: int, makespan: float) -> float:
+def efficiency(one_rank: float, ranks: int, makespan: float) -> float:
     return one_rank / (ranks * makespan) if makespan else 1.0

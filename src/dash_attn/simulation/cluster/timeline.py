@@ -17,6 +17,7 @@ from ...scheduling.order import members
 from ...scheduling.ranks.units import SharedSchedule, Unit, highest
 from ..machines import Cluster
 from ..simulate import simulate
+from .peers import efficiency
 
 EXECUTIONS = ("launch", "overlap")
 MODELS = ("tiles", "chunks")
@@ -61,15 +62,12 @@ class RankTimeline:
     @property
     def efficiency(self) -> float:
         """How many times as fast as one rank, per rank."""
-        return self._per_rank(self.one_rank)
+        return efficiency(self.one_rank, self.ranks, self.makespan)
 
     @property
     def work_efficiency(self) -> float:
         """Share of all workers' time that is computing."""
-        return self._per_rank(self._work)
-
-    def _per_rank(self, time: float) -> float:
-        return time / (self.ranks * self.makespan) if self.makespan else 1.0
+        return efficiency(self._work, self.ranks, self.makespan)
 
     @property
     def _work(self) -> float:

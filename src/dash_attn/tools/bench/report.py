@@ -38,8 +38,8 @@ def heading(results: Results) -> str:
 def tables(results: Results) -> Iterator[Table]:
     rows = results["rows"]
     for direction in unique(row["pass"] for row in rows):
-        for key in unique(kind(row) for row in rows):
-            yield f"{direction}: {key}", *table([row for row in rows if row["pass"] == direction and kind(row) == key])
+        for key in unique(shape_of(row).kind for row in rows):
+            yield f"{direction}: {key}", *table([row for row in rows if row["pass"] == direction and shape_of(row).kind == key])
     if results.get("host"):
         cells = [host_cells(row) for row in results["host"]]
         yield "host time of warm calls", ["", "us per call", "20-80 %"], cells
@@ -91,18 +91,13 @@ def reasons(results: Results) -> list[str]:
         said += [f"{name}, {case['case']}: cannot ({why})" for name, why in case["cannot"].items()]
     for row in [*results["rows"], *results.get("host", [])]:
         if row["status"] != "ok":
-            what = f" {row['pass']}, {kind(row)}" if "shape" in row else ""
+            what = f" {row['pass']}, {shape_of(row).kind}" if "shape" in row else ""
             said.append(f"{row['candidate']}{what}: {row['status']} ({row['reason']})")
     return unique(said)
 
 
 def shape_of(row: Row) -> Shape:
     return Shape.from_json(row["shape"])
-
-
-def kind(row: Row) -> str:
-    """What a panel or table has in common, in words: everything of a shape but its length."""
-    return shape_of(row).kind
 
 
 def unique(values: Iterable[Any]) -> list[Any]:

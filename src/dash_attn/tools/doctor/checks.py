@@ -65,10 +65,6 @@ def _nccl(process: Snapshot) -> str | None:
     return f"{process.world_size} ranks, not set: {', '.join(missing)}" if process.world_size > 1 and missing else None
 
 
-def _old_torch(process: Snapshot) -> str | None:
-    return process.torch_version if numbers(process.torch_version) < numbers(LEAST["torch"]) else None
-
-
 def _other_gpu(process: Snapshot) -> str | None:
     """One that backend triton serves, in words."""
     gpu = process.gpu
@@ -217,7 +213,7 @@ ENVIRONMENT: dict[str, Look] = {
     "nccl-algorithm": _nccl,
     "transformer-engine": lambda p: "transformer_engine" in p.modules and p.environment.get(NVTE) != "0" and _value(p, NVTE),
     "max-autotune-variable": lambda p: p.environment.get(MAX_AUTOTUNE, "0") != "0" and p.environment[MAX_AUTOTUNE],
-    "torch-version": _old_torch,
+    "torch-version": lambda p: numbers(p.torch_version) < numbers(LEAST["torch"]) and p.torch_version,
     "cuda-bindings": lambda p: p.cuda and not p.cuda_bindings and (p.gpu is None or p.gpu.is_hopper),
     "kernel-origin": lambda p: p.cuda and p.kernels,
     "gpu-model": lambda p: p.triton and _other_gpu(p),
