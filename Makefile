@@ -10,10 +10,14 @@ CHECK_KERNELS ?= 1
 
 .PHONY: demo test test-all check check-kernels format format-kernels pages docs kernels clean
 
-$(VENV)/installed: pyproject.toml constraints-dev.txt
+# PyTorch's CUDA builds ask for an older NVRTC than the wheel's, with which kernels are tested. Both work with either.
+NVRTC_OF_WHEEL := $(shell sed -n 's/^NVRTC = "\([0-9.]*\)".*/\1/p' tools/build_with_kernels.py)
+
+$(VENV)/installed: pyproject.toml constraints-dev.txt tools/build_with_kernels.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q torch==2.13.0
 	$(BIN)/pip install -q -c constraints-dev.txt -e '.[dev]'
+	$(BIN)/pip install -q --no-deps nvidia-cuda-nvrtc==$(NVRTC_OF_WHEEL)
 	touch $@
 
 demo: $(VENV)/installed

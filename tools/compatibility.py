@@ -41,15 +41,15 @@ TESTS = {  # by room or door; none needs a GPU
     "Triton": ("tests/backends/test_triton_interpreted.py", "tests/backends/test_triton_compile.py"),
 }
 RUNNERS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
-LIBRARIES = ("numpy", "torch", "triton", "transformers", "accelerate", "megatron-core", "cuda-bindings", "nvidia-cuda-nvrtc")
-NVRTC_12 = "nvidia-cuda-nvrtc-cu12"  # a package of its own
-CUDA_12 = {"cuda-bindings": "12.9.4", "nvidia-cuda-nvrtc": ""}
-BY_TORCH = {"triton": "", "cuda-bindings": "", "nvidia-cuda-nvrtc": ""}  # its CUDA builds bring them
+LIBRARIES = ("numpy", "torch", "triton", "transformers", "accelerate", "megatron-core", "cuda-bindings")
+NVRTC_OF, NVRTC_12 = "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"
+CUDA_12 = {"cuda-bindings": "12.9.4", NVRTC_OF: ""}
+BY_TORCH = {"triton": "", "cuda-bindings": "", NVRTC_OF: ""}  # its CUDA builds bring them
 
 
 @dataclass(frozen=True)
 class Combination:
-    """versions: where they are not those of constraints-dev.txt; an empty one is left to pip, which may find that nothing needs it."""
+    """versions: where they are not those that `make test` installs; an empty one is left to pip, which may find that nothing needs it."""
 
     python: str
     versions: dict[str, str] = field(default_factory=dict)
@@ -61,9 +61,16 @@ class Combination:
 
     @property
     def required(self) -> list[str]:
-        names = dict.fromkeys((*LIBRARIES, *self.versions)) if self.runs else {"torch", "numpy", "cuda-bindings", *self.versions}
-        named = [f"{name}=={self.versions[name]}" if self.versions.get(name) else name for name in names]
+        names = dict.fromkeys((*(LIBRARIES if self.runs else ("torch", "numpy", "cuda-bindings")), *self.versions))
+        named = [f"{name}=={self.versions[name]}" if self.versions.get(name) else name for name in names if name != NVRTC_OF]
         return [*(name for name in named if self.versions.get(name) != ""), *RUNNERS]
+
+    @property
+    def nvrtc(self) -> str:
+        """Installed last and alone, as the Makefile does. Empty: what PyTorch brings."""
+        from build_with_kernels import NVRTC
+
+        return self.versions.get(NVRTC_OF, NVRTC)
 
     def constraints(self) -> str:
         lines = (ROOT / "constraints-dev.txt").read_text(encoding="utf-8").splitlines()
@@ -72,18 +79,17 @@ class Combination:
 
 COMBINATIONS = {
     "pinned": Combination("3.11"),
-    "python-3.10": Combination("3.10", {"torch": "2.13.0", **BY_TORCH, "numpy": "2.2.6"}),
-    "python-3.12": Combination("3.12", {"torch": "2.13.0", **BY_TORCH}),
-    "python-3.13": Combination("3.13", {"torch": "2.13.0", **BY_TORCH}),
+    **{f"python-3.{minor}": Combination(f"3.{minor}") for minor in (10, 12, 13)},  # with PyTorch's CUDA build
     "oldest": Combination("3.10", {"torch": "2.9.0", **BY_TORCH, **CUDA_12, "numpy": "1.24.4", "transformers": "5.6.0"}),
     "newest": Combination("3.13", {"torch": "2.15.0", **BY_TORCH, "numpy": ""}),
     "torch-2.9": Combination("3.12", {"torch": "2.9.1", **BY_TORCH, **CUDA_12, "numpy": "2.2.6"}),
+    "as-on-gpus": Combination("3.12", {"torch": "2.11.0", **BY_TORCH, "numpy": "2.5.2", "transformers": "5.17.0"}),  # of most GPU figures
     **{f"torch-2.{minor}": Combination("3.12", {"torch": f"2.{minor}.0", **BY_TORCH}) for minor in (10, 11, 12, 14, 15)},
     **{f"transformers-{version}": Combination("3.11", {"transformers": version}) for version in ("5.6.0", "5.17.0")},
-    **{f"triton-{version}": Combination("3.11", {"triton": version}) for version in ("3.7.1", "3.8.0", "3.9.0")},
+    **{f"triton-{version}": Combination("3.11", {"triton": version}) for version in ("3.7.0", "3.8.0", "3.9.0")},
     "triton-3.4.0": Combination("3.11", {"triton": "3.4.0", "numpy": "2.2.6"}),  # its interpreter fails with numpy 2.4
     **{f"nvrtc-{version}": Combination("3.11", {**CUDA_12, NVRTC_12: version}, False) for version in ("12.6.85", "12.8.93", "12.9.86")},
-    **{f"nvrtc-{version}": Combination("3.11", {"nvidia-cuda-nvrtc": version}, False) for version in ("13.0.88", "13.5.37")},
+    **{f"nvrtc-{version}": Combination("3.11", {NVRTC_OF: version}, False) for version in ("13.0.88", "13.5.37")},
 }
 
 
@@ -109,8 +115,10 @@ def made(asked: Combination, folder: Path) -> Path:
     subprocess.run([found, "-m", "venv", str(folder / "env")], check=True)
     python, constraints = folder / "env/bin/python", folder / "constraints.txt"
     constraints.write_text(asked.constraints(), encoding="utf-8")
-    command = [str(python), "-m", "pip", "install", "--quiet", "--no-cache-dir", "--constraint", str(constraints), *asked.required]
-    subprocess.run(command, check=True)
+    install = [str(python), "-m", "pip", "install", "--quiet", "--no-cache-dir"]
+    subprocess.run([*install, "--constraint", str(constraints), *asked.required], check=True)
+    if asked.nvrtc:
+        subprocess.run([*install, "--no-deps", f"{NVRTC_OF}=={asked.nvrtc}"], check=True)
     return python
 
 
@@ -129,7 +137,7 @@ def versions(python: Path) -> dict[str, str]:
         " **{d.metadata['Name'].lower(): d.version for d in distributions()}}))"
     )
     found = json.loads(subprocess.run([str(python), "-c", asks], check=True, capture_output=True, text=True).stdout)
-    return {name: found[name] for name in ("python", "cuda", *LIBRARIES, NVRTC_12) if found.get(name)}
+    return {name: found[name] for name in ("python", "cuda", *LIBRARIES, NVRTC_OF, NVRTC_12) if found.get(name)}
 
 
 def commit() -> str:
