@@ -1,6 +1,5 @@
 """One of several ranks that share a sequence, on the CPU: the forward of its queries, and its units of the backward."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -79,10 +78,10 @@ class RankBackward(BackwardTiles):
         """Walk a leg, or end a trip. The states are added to in their memory."""
         states = self._states(unit, state)
         if unit.leg is None:
-            walks: dict[ChainPlace, Callable[[], Coroutine]] = {place: partial(_ending, ended) for place, ended in states.items()}
+            walks: dict[ChainPlace, Coroutine] = {place: iter([Ending(ended)]) for place, ended in states.items()}
         else:
             walks = {place: self._walk(unit, place, states[place]) for place in self._places(unit, self.shared.leg_of(unit).kv_tiles)}
-        starts = (lambda place=place, walk=walk: Chain(self.plan, place, walk()) for place, walk in walks.items())
+        starts = (partial(Chain, self.plan, place, walk) for place, walk in walks.items())
         with fixed_arithmetic():
             run_chains(self.landed, starts, current_interleaving() or Interleaving())
 
@@ -107,10 +106,10 @@ class RankBackward(BackwardTiles):
         with fixed_arithmetic():
             return sink_gradients(rows[0], rows[1], sinks.detach().to(rows.dtype))
 
-    def _walk(self, unit: Unit, place: ChainPlace, state: State) -> Callable[[], Coroutine]:
+    def _walk(self, unit: Unit, place: ChainPlace, state: State) -> Coroutine:
         assert unit.leg is not None
         steps = self.plan.steps(unit.kind, place.kv_tile)[self.shared.trips[unit.kind].steps(place.kv_tile, unit.leg)]
-        return partial(self.walk, place, steps, self.plan.members(place.part)[unit.member], state)
+        return self.walk(place, steps, self.plan.members(place.part)[unit.member], state)
 
     def _places(self, unit: Unit, kv_tiles: tuple[int, ...]) -> list[ChainPlace]:
         return [ChainPlace(*head, kv_tile) for head in unit.heads for kv_tile in kv_tiles]
@@ -134,7 +133,3 @@ def run_in_legs(plan: Plan, legs: SharedSchedule, call: Call, saved: Saved, grad
     walk_in_legs(backward, legs)
     backward.check()
     return backward
-
-
-def _ending(state: State) -> Coroutine:
-    yield Ending(state)
