@@ -50,9 +50,10 @@ def deal(schedule: Schedule, sharding: Sharding, together: int, trips: tuple[Tri
     assert len(sequence) == len(drafts), "trips have no circle, and sums are added part after part"
     number_of: dict[int | None, int] = {place: number for number, place in enumerate(sequence)}
     units, waits = [], []
-    for number, (unit, of_unit, *_) in enumerate(drafts[place] for place in sequence):
-        units.append(unit._replace(number=number, before=number_of.get(unit.before), after=number_of.get(unit.after)))
-        waits.append(tuple(sorted(number_of[earlier] for earlier in of_unit)))
+    for number, draft in enumerate(drafts[place] for place in sequence):
+        before, after = (number_of.get(place) for place in (draft.unit.before, draft.unit.after))
+        units.append(draft.unit._replace(number=number, before=before, after=after))
+        waits.append(tuple(sorted(number_of[earlier] for earlier in draft.waits)))
     return SharedSchedule(schedule, sharding, together, trips, tuple(units), tuple(waits))
 
 
@@ -91,11 +92,12 @@ class _Bundle:
     heads: tuple[Head, ...]
     members: int  # query heads of each
     trips: Trips
+    first: int  # the place of its first draft
 
     def place(self, column: int, member: int, leg: int) -> int:
-        """Behind the first draft of the bundle. The trip of a query head begins where that of the one before has ended."""
+        """Of a draft. The trip of a query head begins where that of the one before has ended."""
         endings, legs = column, len(self.trips.columns[column].legs)
-        return int(self.trips.first_node[column]) * self.members + endings + member * legs + leg
+        return self.first + int(self.trips.first_node[column]) * self.members + endings + member * legs + leg
 
 
 def _drafts(schedule: Schedule, sharding: Sharding, trips: tuple[Trips, ...], heads_together: int, tell: Progress) -> list[_Draft]:
@@ -109,41 +111,39 @@ def _drafts(schedule: Schedule, sharding: Sharding, trips: tuple[Trips, ...], he
     drafts: list[_Draft] = []
     last_endings: dict[tuple[int, ...], int] = {}  # of each sum: kind, column, sequence, KV head
     for bundle in _bundles(schedule, trips, heads_together):
-        first = len(drafts)
         for column in range(len(bundle.trips.columns)):
             tell(0, 1)  # how many there will be is not known yet
-            drafts += _of_column(bundle, column, first, sharding, in_round)
+            drafts += _of_column(bundle, column, sharding, in_round)
             # Parts of a group are added in order: an ending waits for those of earlier parts.
-            ending = drafts[-1]
+            ending, waits, *_ = drafts[-1]
             sums = [(bundle.kind, column, sequence, part // schedule.problem.parts) for sequence, part in bundle.heads]
-            ending.waits.update(last_endings[place] for place in sums if place in last_endings)
-            last_endings.update(dict.fromkeys(sums, ending.unit.number))
+            waits.update(last_endings[place] for place in sums if place in last_endings)
+            last_endings.update(dict.fromkeys(sums, ending.number))
     return drafts
 
 
 def _bundles(schedule: Schedule, trips: tuple[Trips, ...], heads_together: int) -> Iterator[_Bundle]:
     """Those of a bundle have equally many members. The sequences of a KV head follow each other, so that its keys are needed for a short
     time."""
-    problem = schedule.problem
+    problem, first = schedule.problem, 0
     for kind, (mine, parts) in enumerate(zip(trips, schedule.placement.heads_of_kinds(problem), strict=True)):
         heads = [(sequence, part) for part in parts.tolist() for sequence in range(problem.batch)]
         turn = 0
         while heads:
             members = _members(problem, heads[0])
             count = next((i for i, head in enumerate(heads[:heads_together]) if _members(problem, head) != members), heads_together)
-            yield _Bundle(kind, turn, tuple(heads[:count]), members, mine)
-            heads, turn = heads[count:], turn + 1
+            yield _Bundle(kind, turn, tuple(heads[:count]), members, mine, first)
+            heads, turn, first = heads[count:], turn + 1, first + mine.nodes * members + len(mine.columns)
 
 
 def _members(problem: Problem, head: Head) -> int:
     return len(problem.members(head[1]))
 
 
-def _of_column(bundle: _Bundle, column: int, first: int, sharding: Sharding, in_round: int) -> Iterator[_Draft]:
-    """first: the place of the bundle's first draft."""
+def _of_column(bundle: _Bundle, column: int, sharding: Sharding, in_round: int) -> Iterator[_Draft]:
     trips, found = bundle.trips, bundle.trips.columns[column]
     stops: list[tuple[int, int | None]] = [*product(range(bundle.members), range(len(found.legs))), (bundle.members, None)]
-    begin = first + bundle.place(column, 0, 0)
+    begin = bundle.place(column, 0, 0)
     for number, (member, leg) in enumerate(stops, begin):
         before = number - 1 if number > begin else None
         if leg is None:  # the ending
@@ -152,7 +152,7 @@ def _of_column(bundle: _Bundle, column: int, first: int, sharding: Sharding, in_
         else:
             unit = Unit(number, sharding.owners[found.legs[leg].chunk], bundle.kind, bundle.heads, column, member, leg, before, number + 1)
             node, cost = int(trips.first_node[column]) + leg, len(bundle.heads) * found.legs[leg].tasks
-            level, waits = int(trips.level[node]), {first + bundle.place(other, member, its_leg) for other, its_leg in trips.waits[node]}
+            level, waits = int(trips.level[node]), {bundle.place(other, member, its_leg) for other, its_leg in trips.waits[node]}
         waits |= {before} if before is not None else set()
         priority = bundle.turn // in_round, found.segment, bundle.turn, bundle.kind, member * trips.depth + level, node
         yield _Draft(unit, waits, priority, cost)
