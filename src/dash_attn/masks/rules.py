@@ -91,6 +91,9 @@ class Band(IntervalMask):
 
     sides: tuple[int, int]
 
+    @abstractmethod
+    def encoded(self) -> tuple[str, list[int]]: ...
+
     def row_bounds(self, rows: Ints, q_len: int, kv_len: int) -> Bounds:
         left, right = self.sides
         diagonal = rows + (kv_len - q_len)
