@@ -41,14 +41,9 @@ def of_a_document(options: AttentionOptions) -> AttentionOptions:
     return replace(options, mask=Causal() if options.mask.causal else Full())
 
 
-def document_ends(lengths: tuple[int, ...], batch: int) -> NDArray[np.int32]:
-    """Where the documents of all sequences begin and end, laid end to end."""
-    return np.array([0, *accumulate(lengths * batch)], dtype=np.int32)
-
-
 def offsets_of_documents(lengths: tuple[int, ...], batch: int, device: torch.device, upload: Upload | None = None) -> SequenceOffsets:
-    """Of all sequences. upload: to a GPU, where something may have to be seen to."""
-    on_host = document_ends(lengths, batch)
+    """Of all sequences, laid end to end. upload: to a GPU, where something may have to be seen to."""
+    on_host = np.array([0, *accumulate(lengths * batch)], dtype=np.int32)
     ends = torch.from_numpy(on_host).to(device) if upload is None else upload(on_host, device)
     # Room for a longer document changes no bit, but other lengths then find the same prepared call.
     longest = min(sum(lengths), 1 << (max(lengths) - 1).bit_length())
