@@ -73,7 +73,13 @@ def test_masks_groups_and_dtypes(case: Case) -> None:
 
 def moved_on_the_grid(gather: Any) -> Any:
     """Keys counted from 16 slots later, as if the first page had been lost."""
-    return lambda cache, sequence, low: gather(cache, sequence, max(low, 16) if sequence.pages else low)[16 if sequence.pages else 0 :]
+
+    def wrong(cache: Tensor, sequence: SequenceSlots, low: int) -> Tensor:
+        first = 16 if len(sequence.pages) > 1 else 0
+        gathered: Tensor = gather(cache, sequence, max(low, first))
+        return gathered[first:]
+
+    return wrong
 
 
 def one_slot_too_many(gather: Any) -> Any:
@@ -81,8 +87,7 @@ def one_slot_too_many(gather: Any) -> Any:
 
     def wrong(cache: Tensor, sequence: SequenceSlots, low: int) -> Tensor:
         gathered: Tensor = gather(cache, sequence, low)
-        row = sequence.row if sequence.pages is None else sequence.pages[sequence.end // sequence.page_size]
-        gathered[-1:] = cache[row, sequence.end % sequence.page_size]
+        gathered[-1:] = cache[sequence.at(sequence.end, sequence.end + 1)]
         return gathered
 
     return wrong

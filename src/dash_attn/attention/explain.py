@@ -76,14 +76,10 @@ def _attention(given: Arguments, predict_time: bool) -> Explanation:
     return import_backend(resolve_to_explain(options.backend, q.device)).explain(asked, predict_time)
 
 
-@explains(flash_attn_qkvpacked_func)
-def _qkv(given: Arguments, predict_time: bool) -> Any:
-    return explain(flash_attn_func, *split("qkv", given.pop("qkv"), 3), predict_time=predict_time, **given.pop("options"), **given)
-
-
 @explains(flash_attn_kvpacked_func)
-def _kv(given: Arguments, predict_time: bool) -> Any:
-    tensors = given.pop("q"), *split("kv", given.pop("kv"), 2)
+@explains(flash_attn_qkvpacked_func)
+def _side_by_side(given: Arguments, predict_time: bool) -> Any:
+    tensors = split("qkv", given.pop("qkv"), 3) if "qkv" in given else (given.pop("q"), *split("kv", given.pop("kv"), 2))
     return explain(flash_attn_func, *tensors, predict_time=predict_time, **given.pop("options"), **given)
 
 

@@ -22,6 +22,7 @@ from ..masks import Mask, is_whole
 from ..masks.encoding import decode_mask, encode_mask
 from ..masks.rules import mask_in_words
 from .known import KnownCacheCall, KnownCall, attend, has_gradient, known_for
+from .operators import Version, in_schema
 from .pytorch import is_traced, refuse_transforms
 from .rotary import with_rotary
 from .signatures import CacheKeywords, No, OutAndLse, Yes
@@ -30,16 +31,7 @@ from .torch_ops import check_version, empty_results, has_symbols, packed_of
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-PLACES = (
-    "Tensor? cache_seqlens, SymInt cache_length, Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table,"
-    " Tensor? first_positions, SymInt first_position"
-)
-PACKED = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
-CHOICES = "str mask, SymInt[] mask_sizes, float? scale, float softcap, str backend"
-REST = f"Tensor? sinks, {PLACES}, {PACKED}, {CHOICES}, int version"
-VERSION = 1  # part of every traced program, as in torch_ops.py
-ATTEND = f"(Tensor q, Tensor k_cache, Tensor v_cache, {REST}) -> (Tensor, Tensor)"
-APPEND = f"(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, {REST}) -> (Tensor, Tensor)"
+VERSION = Version(1)  # part of every traced program, as in torch_ops.py
 
 
 @overload
@@ -231,7 +223,12 @@ class CacheArguments(NamedTuple):
     scale: float | None
     softcap: float
     backend: str
-    version: int
+    version: Version
+
+
+REST = in_schema(CacheArguments)
+ATTEND = f"(Tensor q, Tensor k_cache, Tensor v_cache, {REST}) -> (Tensor, Tensor)"
+APPEND = f"(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, {REST}) -> (Tensor, Tensor)"
 
 
 def run_traced(call: CacheCall, offsets: Packed | None, choices: Choices) -> tuple[Tensor, Tensor]:

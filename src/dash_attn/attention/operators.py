@@ -4,9 +4,9 @@ As torch.library.custom_op does it, a compiled program enters Python twice for e
 wrappers. Here autograd's entry looks whether anything is left to do but to run, and then runs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NewType, get_type_hints
 
 import torch
 from torch import Tensor
@@ -16,6 +16,16 @@ from torch._library.autograd import Info, make_autograd_impl
 NAMESPACE = "dash_attn"  # a kernel of the Hub has another one (tools/hub_kernel.py)
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 BACKENDS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+Version = NewType("Version", int)  # of operators: part of every traced program, so no symbol
+KINDS: dict[Any, str] = {
+    **{Tensor | None: "Tensor?", int: "SymInt", Sequence[int]: "SymInt[]", Version: "int"},
+    **{float: "float", float | None: "float?", str: "str"},
+}
+
+
+def in_schema(arguments: type) -> str:
+    """The fields of a NamedTuple, as an operator's schema has them."""
+    return ", ".join(f"{KINDS[kind]} {name}" for name, kind in get_type_hints(arguments).items())
 
 
 def define_operator(

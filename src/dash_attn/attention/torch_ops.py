@@ -22,24 +22,13 @@ from ..masks.encoding import decode_mask, encode_mask
 from ..scheduling.schedule import Schedule
 from .autograd import attention_backward, attention_forward
 from .known import KnownCall, known_for
-from .operators import define_operator, formula
+from .operators import Version, define_operator, formula, in_schema
 
-TENSORS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? dropout_seed, Tensor? alibi_slopes, Tensor? mask_tensor"
-MORE_TENSORS = TENSORS.count("Tensor?")
-CHOICES = (
-    f"{TENSORS}, SymInt max_seqlen_q, SymInt max_seqlen_k, str mask, SymInt[] mask_sizes, float? scale, float softcap,"
-    " str schedule, str accumulation, str backend, SymInt head_offset, float dropout_p, int version"
-)
 CHOSEN = ("softcap", "schedule", "accumulation", "backend", "head_offset", "dropout_p")  # of Choices, by the same names
 # Part of every traced program, so that one from a cache or a file whose operators meant something else is refused, not run.
 # 2: the LSE has a gradient. 3: dropout and ALiBi. 4: mask tensors.
-VERSION = 4
+VERSION = Version(4)
 BY_TENSOR = "tensor"  # in place of a mask's name: a boolean matrix is a tensor argument of its own
-FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {CHOICES}) -> (Tensor, Tensor)"
-BACKWARD = (
-    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, Tensor? sinks, {CHOICES})"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
-)
 
 
 class Arguments(NamedTuple):
@@ -61,7 +50,16 @@ class Arguments(NamedTuple):
     backend: str
     head_offset: int
     dropout_p: float
-    version: int
+    version: Version
+
+
+CHOICES = in_schema(Arguments)
+MORE_TENSORS = CHOICES.count("Tensor?")
+FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {CHOICES}) -> (Tensor, Tensor)"
+BACKWARD = (
+    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, Tensor? sinks, {CHOICES})"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
+)
 
 
 def traced_attention(q: Tensor, k: Tensor, v: Tensor, given: Given, packed: Packed | None, choices: Choices) -> tuple[Tensor, Tensor]:

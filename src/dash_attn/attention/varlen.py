@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
+import torch
 from torch import Tensor
 
 from ..call.call import Given
-from ..call.offsets import SequenceOffsets
-from ..call.options import Accumulation, BackendName, Choices, check_options
+from ..call.offsets import Packed, SequenceOffsets
+from ..call.options import Accumulation, BackendName, Choices, check_options, options_for, refuse_given_schedule
+from ..call.tensor_checks import check_sinks, check_tensors
 from ..masks import BooleanMask, Mask
 from ..scheduling.generators import ScheduleName
 from ..scheduling.schedule import Schedule
 from .functions import new_attention
 from .known import known_of
 from .kv_cache import attention_of_pages
-from .mask_per_sequence import are_masks, attention_of_each
 from .pytorch import refuse_transforms
 from .signatures import AnyResults, No, OutAndLse, OutLseNone, PackedKeywords, Yes
 
@@ -103,10 +104,36 @@ def flash_attn_varlen_func(  # type: ignore[misc]  # positional choices are Flas
         check_options(choices, deterministic=deterministic, return_attn_probs=return_attn_probs, return_lse=return_lse)
         if block_table is not None:
             out, lse = attention_of_pages(q, k, v, sinks, block_table, packed, choices)
-        elif are_masks(mask):
+        elif isinstance(mask, Sequence) and not isinstance(mask, str):
             out, lse = attention_of_each((q, k, v), Given(sinks, dropout_seed, alibi_slopes), choices, packed)
         else:
             out, lse = new_attention(q, k, v, Given(sinks, dropout_seed, alibi_slopes), choices, known, packed)
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out
+
+
+def attention_of_each(tensors: tuple[Tensor, Tensor, Tensor], given: Given, choices: Choices, packed: Packed) -> tuple[Tensor, Tensor]:
+    """Output and LSE where each sequence has a mask of its own, for example a boolean matrix: calls of their own, one after the other.
+    choices.mask: the masks. The host reads the offsets, as it reads the masks."""
+    if torch.compiler.is_compiling():
+        raise TypeError("a compiled program cannot take masks of packed sequences, whose lengths the host reads: leave this call out of it")
+    masks, (q, k, v) = choices.mask, tensors
+    check_tensors(q, k, v, ndim=3)
+    check_sinks(given.sinks, q)
+    refuse_given_schedule(options_for(choices._replace(mask=None), q.shape[-1]))
+    offsets = SequenceOffsets(*packed)
+    offsets.check_device(q.device)
+    sequences = offsets.on(torch.device("cpu")).sequences(len(q), len(k))
+    if len(masks) != len(sequences):
+        raise ValueError(f"masks of packed sequences must be one for each of the {len(sequences)} sequences; got {len(masks)}")
+    given = given.drawn(q, len(sequences), choices.dropout_p)
+    # So that the gradient of the sinks is one sum over the sequences.
+    sinks = [None] * len(masks) if given.sinks is None else given.sinks.expand(len(masks), -1).unbind()
+    results = []
+    for number, (rows, columns) in enumerate(sequences):
+        own = given.modifiers and given.modifiers.of_sequences(slice(number, number + 1))
+        one = Given(sinks[number], own and own.seeds, own and own.slopes)
+        out, lse = new_attention(q[None, rows], k[None, columns], v[None, columns], one, choices._replace(mask=masks[number]), None)
+        results.append((out[0], lse[0]))
+    return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results], dim=-1)

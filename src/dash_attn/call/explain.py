@@ -53,7 +53,7 @@ class Explanation:
         }
         if self.passes:
             rows["passes"] = "; ".join(f"{name}: {tiles}" for name, tiles in self.passes.items())
-        return "\n".join(f"{name:<13} {text}" for name, text in rows.items())
+        return in_a_table(rows)
 
     def _kernels(self) -> str:
         """Those of one origin together."""
@@ -66,6 +66,10 @@ class Explanation:
         if self.predicted_backward_us is None:
             return f"none: {self.prediction_note}"
         return f"{self.predicted_backward_us:.1f} us, {self.prediction_note}"
+
+
+def in_a_table(rows: dict[str, str]) -> str:
+    return "\n".join(f"{name:<13} {text}" for name, text in rows.items())
 
 
 def size_in_words(count: int) -> str:
@@ -103,7 +107,7 @@ class CacheExplanation:
             "read": f"at most {size_in_words(self.read_bytes)} of keys and values, each once",
             "kernels": ", ".join(f"{name} {digest[:HASH_DIGITS]}" for name, digest in self.kernels.items()) or "none compiled",
         }
-        return "\n".join(f"{name:<13} {text}" for name, text in rows.items())
+        return in_a_table(rows)
 
 
 def explanation_of_cache(call: CacheCall, backend: str, **rest: Any) -> CacheExplanation:

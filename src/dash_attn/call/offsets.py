@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..masks import is_whole
+from .tensor_checks import check_strided
 
 Packed = tuple[Tensor, Tensor, int, int]  # SequenceOffsets' fields, not yet checked
 # In place of every offset: whoever computed them found on the device, where nobody can raise, that there are none.
@@ -71,15 +72,12 @@ class SequenceOffsets:
 
 
 def _check_offsets(name: str, ends: Tensor) -> None:
-    if not isinstance(ends, Tensor):
-        raise TypeError(f"{name} must be a tensor; got {type(ends).__name__}")
+    check_strided(**{name: ends})
     if ends.dtype != torch.int32 or ends.ndim != 1 or len(ends) < 2:
         raise ValueError(
             f"{name} must be a 1-d int32 tensor with one entry more than there are sequences, at least two;"
             f" got {ends.dtype} of shape {tuple(ends.shape)}"
         )
-    if ends.layout is not torch.strided:
-        raise ValueError(f"{name} must be dense (layout torch.strided); got a {str(ends.layout).removeprefix('torch.')} tensor")
     if not ends.is_contiguous():
         raise ValueError(f"{name} must be contiguous; got stride {ends.stride(0)}")
 

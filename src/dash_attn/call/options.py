@@ -9,12 +9,11 @@ from typing import Any, Literal, NamedTuple, get_args
 from ..errors import did_you_mean
 from ..masks import Causal, Documents, Full, Mask, Window, check_mask, is_whole
 from ..masks.rules import mask_in_words
-from ..scheduling.generators import GENERATORS
+from ..scheduling.generators import SCHEDULES
 from ..scheduling.schedule import Schedule
 from .dropout import LEVELS, threshold_of
 from .tensor_checks import check_flags
 
-SCHEDULES = ("auto", *GENERATORS)
 LOG2_E = 1.4426950408889634
 Accumulation = Literal["ordered", "unordered"]
 BackendName = Literal["auto", "cpu", "hopper", "triton"]
@@ -56,9 +55,8 @@ class AttentionOptions:
                 f"dropout needs a seed for each document: lay them end to end and give flash_attn_varlen_func one dropout_seed per"
                 f" document; got dropout_p={self.dropout_p!r} with a mask of {len(self.mask.lengths)} documents"
             )
-        object.__setattr__(self, "scale", float(self.scale))
-        object.__setattr__(self, "softcap", float(self.softcap))
-        object.__setattr__(self, "dropout_p", float(self.dropout_p))
+        for name in ("scale", "softcap", "dropout_p"):
+            object.__setattr__(self, name, float(getattr(self, name)))
 
     @cached_property
     def _hash(self) -> int:

@@ -41,14 +41,9 @@ def of_a_document(options: AttentionOptions) -> AttentionOptions:
     return replace(options, mask=Causal() if options.mask.causal else Full())
 
 
-def document_ends(lengths: tuple[int, ...], batch: int) -> NDArray[np.int32]:
-    """Where the documents of all sequences begin and end, laid end to end."""
-    return np.array([0, *accumulate(lengths * batch)], dtype=np.int32)
-
-
 def offsets_of_documents(lengths: tuple[int, ...], batch: int, device: torch.device, upload: Upload | None = None) -> SequenceOffsets:
-    """Of all sequences. upload: to a GPU, where something may have to be seen to."""
-    on_host = document_ends(lengths, batch)
+    """Of all sequences, laid end to end. upload: to a GPU, where something may have to be seen to."""
+    on_host = np.array([0, *accumulate(lengths * batch)], dtype=np.int32)
     ends = torch.from_numpy(on_host).to(device) if upload is None else upload(on_host, device)
     # Room for a longer document changes no bit, but other lengths then find the same prepared call.
     longest = min(sum(lengths), 1 << (max(lengths) - 1).bit_length())
@@ -164,50 +159,32 @@ def forward_per_head(forward: Forward, call: Call) -> Saved:
 
 def backward_per_head(backward: Backward, call: Call, saved: Saved, grads: Grads, exact: bool) -> Gradients:
     """By a backend's backward of one pattern. exact: it computes gradients that are not rounded, of sequences one by one."""
-    sums = _Sums(call, exact)
+    q, k, _ = call.tensors
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dq, dk, dv = (
+        torch.empty(x.shape, dtype=wide if exact else x.dtype, device=x.device) for x in call.tensors
+    )  # where they are exact, they are rounded once, at the end
+    dsinks = torch.zeros(q.shape[2], dtype=wide, device=q.device)
+    last_of_group, of_group = q.shape[2] // k.shape[2] - 1, list[Tensor]()
     for one in together(call, alone=exact):
-        lse, dlse = (None if x is None else x[one.rows, one.heads] for x in (saved.lse, grads.lse))
-        assert lse is not None
-        own, out, dout = one.of(call), one.queries(saved.out), one.queries(grads.out)
-        if own.sinks is not None:
-            own = own._replace(sinks=own.sinks.detach().to(sums.dtype))
-        if exact:
-            own = own._replace(q=own.q.to(sums.dtype), k=own.k.to(sums.dtype), v=own.v.to(sums.dtype))
-            out, dout = out.to(sums.dtype), dout.to(sums.dtype)
-        sums.add(one, backward(own, Saved(out, lse), Grads(dout, dlse)))
-    return sums.total(call)
-
-
-class _Sums:
-    """Gradients of all heads, from those of some at a time."""
-
-    def __init__(self, call: Call, exact: bool) -> None:
-        q, k, _ = call.tensors
-        self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        self.dq, self.dk, self.dv = (
-            torch.empty(x.shape, dtype=self.dtype if exact else x.dtype, device=x.device) for x in call.tensors
-        )  # where they are exact, they are rounded once, at the end
-        self.dsinks = torch.zeros(q.shape[2], dtype=self.dtype, device=q.device)
-        self._last_of_group = q.shape[2] // k.shape[2] - 1
-        self._of_group: list[Tensor] = []  # dK and dV of the heads of a group so far
-
-    def add(self, one: Together, found: Gradients) -> None:
-        self.dq[one.rows, :, one.heads] = found.q
-        if one.place_in_group is None:
-            self._put(one, [found.k, found.v])
-        else:
-            self._add_to_group(one, [found.k.to(self.dtype), found.v.to(self.dtype)])
+        found = backward(*_own_backward(one, call, saved, grads, wide if exact else q.dtype, wide))
+        dq[one.rows, :, one.heads], keys = found.q, [found.k, found.v]
+        if one.place_in_group is not None:  # dK and dV of the heads of a group so far
+            keys = [x.to(wide) for x in keys]
+            of_group = keys = keys if one.place_in_group == 0 else [x + y for x, y in zip(of_group, keys, strict=True)]
+        if one.place_in_group in (None, last_of_group):
+            dk[one.rows, :, one.kv_heads], dv[one.rows, :, one.kv_heads] = keys
         if found.sinks is not None:
-            self.dsinks[one.heads] += found.sinks
+            dsinks[one.heads] += found.sinks
+    dq, dk, dv = (x.to(q.dtype) for x in (dq, dk, dv))
+    return Gradients(dq, dk, dv, None if call.sinks is None else dsinks.to(call.sinks.dtype))
 
-    def _add_to_group(self, one: Together, own: list[Tensor]) -> None:
-        self._of_group = own if one.place_in_group == 0 else [x + y for x, y in zip(self._of_group, own, strict=True)]
-        if one.place_in_group == self._last_of_group:
-            self._put(one, self._of_group)
 
-    def _put(self, one: Together, keys: list[Tensor]) -> None:
-        self.dk[one.rows, :, one.kv_heads], self.dv[one.rows, :, one.kv_heads] = keys
-
-    def total(self, call: Call) -> Gradients:
-        dq, dk, dv = (x.to(call.q.dtype) for x in (self.dq, self.dk, self.dv))
-        return Gradients(dq, dk, dv, None if call.sinks is None else self.dsinks.to(call.sinks.dtype))
+def _own_backward(
+    one: Together, call: Call, saved: Saved, grads: Grads, dtype: torch.dtype, dtype_of_sinks: torch.dtype
+) -> tuple[Call, Saved, Grads]:
+    """The backward of some heads, whose tensors have this dtype."""
+    own, lse = one.of(call), saved.lse[one.rows, one.heads]
+    q, k, v, out, dout = (x.to(dtype) for x in (*own.tensors, one.queries(saved.out), one.queries(grads.out)))
+    own = own._replace(q=q, k=k, v=v, sinks=None if own.sinks is None else own.sinks.detach().to(dtype_of_sinks))
+    return own, Saved(out, lse), Grads(dout, None if grads.lse is None else grads.lse[one.rows, one.heads])

@@ -132,13 +132,9 @@ def plan_on_any(problem: Problem, schedule: str, workers: int) -> AnyWorkers:
     try:
         return AnyWorkers(plan_for(problem, schedule, workers))
     except StuckOnWorkers:
-        made = schedule_for(problem, schedule, _enough(problem))
+        # Workers for all chains at once, into however many parts groups are dealt: then nobody waits to start.
+        made = schedule_for(problem, schedule, problem.batch * problem.heads * problem.group * problem.kv_tiles)
         if not is_given(schedule) and WORKER_INVARIANT not in made.order.guarantees:
             raise  # on more workers it is another order
     plan = lower(made)
     return AnyWorkers(replace(plan, placement=replace(plan.placement, workers=workers)), made)
-
-
-def _enough(problem: Problem) -> int:
-    """Workers for all chains at once, into however many parts groups are dealt: then nobody waits to start."""
-    return problem.batch * problem.heads * problem.group * problem.kv_tiles

@@ -65,45 +65,32 @@ def shape_problem(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) ->
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     """One logit per query head."""
-    if sinks is None:
-        return
     heads = q.shape[-2]
-    _check_beside("sinks", sinks, q)
-    if tuple(sinks.shape) != (heads,) or not sinks.dtype.is_floating_point:
-        raise ValueError(
-            f"sinks must be {heads} floating-point numbers, one per query head; got {sinks.dtype} of shape {tuple(sinks.shape)}"
-        )
+    _check_beside("sinks", sinks, q, f"{heads} floating-point numbers, one per query head", (heads,))
 
 
 def check_seeds(seeds: Tensor | None, q: Tensor, sequences: int) -> None:
     """One whole number per sequence."""
-    if seeds is None:
-        return
-    _check_beside("dropout_seed", seeds, q)
-    if seeds.dtype != torch.int64 or tuple(seeds.shape) != (sequences,):
-        raise ValueError(
-            f"dropout_seed must be {sequences} numbers of torch.int64, one per sequence; got {seeds.dtype} of shape {tuple(seeds.shape)}"
-        )
+    _check_beside("dropout_seed", seeds, q, f"{sequences} numbers of torch.int64, one per sequence", (sequences,), floating=False)
 
 
 def check_slopes(slopes: Tensor | None, q: Tensor, sequences: int) -> None:
     """One number per query head, or per sequence and query head."""
-    if slopes is None:
-        return
     heads = q.shape[-2]
-    _check_beside("alibi_slopes", slopes, q)
-    if tuple(slopes.shape) not in ((heads,), (sequences, heads)) or not slopes.dtype.is_floating_point:
-        raise ValueError(
-            f"alibi_slopes must be floating-point numbers of shape ({heads},), one per query head, or ({sequences}, {heads});"
-            f" got {slopes.dtype} of shape {tuple(slopes.shape)}"
-        )
-    if slopes.requires_grad and torch.is_grad_enabled():
+    wanted = f"floating-point numbers of shape ({heads},), one per query head, or ({sequences}, {heads})"
+    _check_beside("alibi_slopes", slopes, q, wanted, (heads,), (sequences, heads))
+    if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
         raise ValueError("alibi_slopes get no gradient, as in FlashAttention: pass alibi_slopes.detach(); got slopes that require one")
 
 
-def _check_beside(name: str, given: Tensor, q: Tensor) -> None:
-    """A tensor that comes with q, k and v."""
+def _check_beside(name: str, given: Tensor | None, q: Tensor, wanted: str, *shapes: tuple[int, ...], floating: bool = True) -> None:
+    """A tensor that comes with q, k and v, if it comes: of one of these shapes, and of floating-point numbers or else of int64."""
+    if given is None:
+        return
     if not isinstance(given, Tensor):
         raise TypeError(f"{name} must be a tensor or None; got {type(given).__name__}")
     if given.device != q.device:
         raise ValueError(f"{name} must be on the device of q, k and v ({q.device}); got {given.device}")
+    fits = given.dtype.is_floating_point if floating else given.dtype == torch.int64
+    if tuple(given.shape) not in shapes or not fits:
+        raise ValueError(f"{name} must be {wanted}; got {given.dtype} of shape {tuple(given.shape)}")

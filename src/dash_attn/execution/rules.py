@@ -82,6 +82,8 @@ class Chain:
         self.kind = plan.kind_of(place.part)
         self.sum = plan.sum_of(place.part)
         self.pending: Contribution | Ending | None = None
+        self.target: Target = ()  # what the pending value is added to
+        self.turn = 0  # and when
         self.task = plan.problem.task(*place, q_tile=0)  # the last task computed
         self._coroutine = coroutine
 
@@ -90,21 +92,14 @@ class Chain:
         self.pending = next(self._coroutine, None)
         if isinstance(self.pending, Contribution):
             self.task = self.problem.task(*self.place, self.pending.q_tile, self.pending.member)
+            self.target, self.turn = (self.task.sequence, self.task.head, self.task.q_tile), self.pending.turn
+        else:
+            self.target, self.turn = ("sum", *self.sum_place), self.sum.turn
         return self.pending is not None
 
     @property
     def is_ending(self) -> bool:
         return isinstance(self.pending, Ending)
-
-    @property
-    def turn(self) -> int:
-        assert self.pending is not None
-        return self.sum.turn if isinstance(self.pending, Ending) else self.pending.turn
-
-    @property
-    def target(self) -> Target:
-        """What the pending value is added to."""
-        return ("sum", *self.sum_place) if self.is_ending else (self.task.sequence, self.task.head, self.task.q_tile)
 
     @property
     def sum_place(self) -> SumPlace:

@@ -8,6 +8,7 @@ arrival and is the control. On threads, one thread is one worker, and the operat
 
 import threading
 import time
+from collections import deque
 from random import Random
 
 from ..errors import ExecutionError
@@ -35,17 +36,14 @@ def run_chains(landed: Landed, starts: Starts, chosen: Interleaving) -> None:
 
 def _run_coroutines(landed: Landed, starts: Starts, rng: Random | None) -> None:
     """One thread plays all workers. Without `rng` the oldest chain that can move does, and a start comes last."""
-    upcoming = next(starts, None)
-    resident: list[Chain] = []
-    while resident or upcoming is not None:
-        startable = upcoming is not None and len(resident) < landed.plan.workers
+    upcoming, resident = deque(starts), list[Chain]()
+    while resident or upcoming:
+        startable = len(upcoming) > 0 and len(resident) < landed.plan.workers
         chain = _choose(resident, startable, landed, rng)
-        if chain is None and (not startable or upcoming is None):
+        if chain is None and not startable:
             raise landed.deadlock(resident)
         if chain is None:
-            assert upcoming is not None
-            resident.append(upcoming())
-            upcoming = next(starts, None)
+            resident.append(upcoming.popleft()())
         elif chain.pending is not None:
             landed.land(chain)
         elif chain.compute():

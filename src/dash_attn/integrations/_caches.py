@@ -70,11 +70,9 @@ def attend_to_cache(q: Tensor, k: Tensor, v: Tensor, given: LayerMask, options: 
 
 
 def _mask_arguments(mask: Mask | Tensor) -> dict[str, Any]:
-    if isinstance(mask, Window):
-        return {"window_size": (mask.left, mask.right)}
-    if isinstance(mask, (Full, Causal)):
-        return {"causal": isinstance(mask, Causal)}
-    raise NotImplementedError(f"dash_attn takes a cache that dropped keys with a full or causal mask or a window; got {mask}")
+    if isinstance(mask, Tensor) or mask.sides is None:
+        raise NotImplementedError(f"dash_attn takes a cache that dropped keys with a full or causal mask or a window; got {mask}")
+    return {"window_size": mask.sides}
 
 
 def kept_implementation() -> Iterator[Change]:

@@ -241,14 +241,11 @@ class BooleanMask:
             return self
         key = numbers.shape, numbers.tobytes()
         if key not in self._some:
-            self._some[key] = self._with(numbers)
+            made = BooleanMask.__new__(BooleanMask)
+            made._some, made.matrices, made.numbers = {}, self.matrices, numbers
+            made.shape = (*numbers.shape, *self.shape[-2:])
+            self._some[key] = made
         return self._some[key]
-
-    def _with(self, numbers: NDArray[np.int64]) -> BooleanMask:
-        made = BooleanMask.__new__(BooleanMask)
-        made._some, made.matrices, made.numbers = {}, self.matrices, numbers
-        made.shape = (*numbers.shape, *self.shape[-2:])
-        return made
 
     def __repr__(self) -> str:
         return f"BooleanMask(shape={self.shape}, matrices={len(self.matrices)}, nbytes={self.nbytes})"

@@ -8,7 +8,6 @@ differ, the last query is aligned with the last key (bottom-right), as FlashAtte
 import reprlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -161,7 +160,7 @@ class Documents(IntervalMask):
             raise ValueError(f"{needed}; got {q_len} queries and {kv_len} keys")
 
     def row_bounds(self, rows: Ints, q_len: int, kv_len: int) -> Bounds:
-        ends = np.array(list(accumulate(self.lengths)), dtype=np.int64)
+        ends = np.cumsum(self.lengths, dtype=np.int64)
         starts = ends - np.array(self.lengths, dtype=np.int64)
         document = np.searchsorted(ends, rows, side="right")
         return starts[document], rows + 1 if self.causal else ends[document]

@@ -6,7 +6,6 @@ in tokens and independent of batch x heads. A tile map without regularity lists 
 """
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -153,8 +152,8 @@ def _compress(steps: Array, tile_slope: tuple[int, int]) -> list[Run] | None:
     take less room than the entries of the chain would."""
     q_tile, turn, partial = steps.T
     most = min(MOST_RUNS, max(FEW_RUNS, (ENTRY_FIELDS * len(steps) - 1) // len(RUN_FIELDS)))
-    stretches = list(_straight(q_tile, partial, most))
-    if len(stretches) > most:
+    stretches = _straight(q_tile, partial, most)
+    if stretches is None:
         return None
     runs: list[Run] = []
     for first, stop in stretches:
@@ -168,22 +167,22 @@ def _compress(steps: Array, tile_slope: tuple[int, int]) -> list[Run] | None:
     return runs
 
 
-def _straight(q_tile: Array, partial: Array, most: int) -> Iterator[tuple[int, int]]:
-    """Maximal slices with one Q stride and one partial flag. Gives up (yields more than `most`) on irregular walks."""
+def _straight(q_tile: Array, partial: Array, most: int) -> list[tuple[int, int]] | None:
+    """Maximal slices with one Q stride and one partial flag. None on irregular walks, which have more than `most`."""
     stride = np.diff(q_tile)
     same_flag = partial[1:] == partial[:-1]
     bends = np.flatnonzero((stride[1:] != stride[:-1]) | ~same_flag[1:] | ~same_flag[:-1]) + 1
     if len(bends) > 3 * most:
-        yield from ((0, 0) for _ in range(most + 1))
-        return
-    first = 0
+        return None
+    stretches, first = [], 0
     while first < len(q_tile):
         stop = first + 1
         if stop < len(q_tile) and same_flag[first]:
             later = bends[np.searchsorted(bends, first + 1) :]
             stop = int(later[0]) + 1 if len(later) else len(q_tile)
-        yield first, stop
+        stretches.append((first, stop))
         first = stop
+    return stretches if len(stretches) <= most else None
 
 
 def _longest_line(turn: Array, tile_slope: tuple[int, int]) -> tuple[int, tuple[int, int, int]]:

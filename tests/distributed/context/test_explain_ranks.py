@@ -247,7 +247,7 @@ def test_ranks_hold_the_states_and_sums_they_say(case: Case, monkeypatch: pytest
     play_all_ranks(call, q, k, v, torch.zeros_like(q), mailbox)
     said = [rank.memory for rank in case.explain().each]
     assert [memory.states for memory in said] == most
-    sums = [sum(x.nbytes for pair in rank.backward.tiles.sums for x in pair) for rank in ranks]  # type: ignore[attr-defined]
+    sums = [sum(x.nbytes for pair in rank.backward.sums for x in pair) for rank in ranks]  # type: ignore[attr-defined]
     assert [memory.sums for memory in said] == sums
     assert all(memory.total == memory.keys + memory.states + memory.sums for memory in said)
 

@@ -10,6 +10,7 @@ TILE_KV is a multiple of TILE_Q, so leaving out whole tiles of keys moves no que
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,7 +41,7 @@ def attention_with_cache(call: CacheCall) -> Saved:
     for sequence, low in zip(sequences, lowest, strict=True):
         check_pages(sequence, sequence.slot_of(low), sequence.end, len(cache))
         check_pages(sequence, sequence.length, sequence.end, len(cache))
-    check_owners(sequences)
+    check_owners(sequences, call.block_table is not None)
     _append(call, sequences)
     tokens = q if call.offsets is not None else q.flatten(0, 1)
     out = q.new_empty(*tokens.shape[:2], v_cache.shape[3])
@@ -94,15 +95,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: T
 @dataclass(frozen=True)
 class SequenceSlots:
     """The slots of one sequence: `first` is its first key, `length` the end of what was there, `end` that of what will be.
-    `position` is that of its first key.
+    `position` is that of its first key. A row of a cache without a block table is the one page of its sequence.
     """
 
     number: int
     first: int
     length: int
     end: int
-    row: int  # of the cache, if there are no pages
-    pages: tuple[int, ...] | None
+    pages: Sequence[int]
     page_size: int
     position: int = 0
 
@@ -116,10 +116,7 @@ class SequenceSlots:
 
     def at(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Where slots are in the first two axes of the cache."""
-        slots = torch.arange(start, end)
-        if self.pages is None:
-            return torch.full_like(slots, self.row), slots
-        pages = torch.tensor(self.pages, dtype=torch.int64)
+        slots, pages = torch.arange(start, end), torch.tensor(self.pages, dtype=torch.int64)
         return pages[slots // self.page_size], slots % self.page_size
 
     def pages_of(self, start: int, end: int) -> list[int]:
@@ -132,10 +129,10 @@ def slots_of_sequences(call: CacheCall) -> list[SequenceSlots]:
     cache, new, batch = call.k_cache, call.new, call.sequences
     lengths, positions = (x.tolist() if isinstance(x, Tensor) else [x] * batch for x in (call.cache_seqlens, call.first_position))
     padding = [0] * batch if call.cache_leftpad is None else call.cache_leftpad.tolist()
-    rows = list(range(batch)) if call.cache_batch_idx is None else call.cache_batch_idx.tolist()
-    tables = [None] * batch if call.block_table is None else [tuple(row) for row in call.block_table.tolist()]
+    rows = torch.arange(batch) if call.cache_batch_idx is None else call.cache_batch_idx
+    tables = (rows[:, None] if call.block_table is None else call.block_table).tolist()
     capacity, found = call.capacity, []
-    for i, (length, first, row, pages, position) in enumerate(zip(lengths, padding, rows, tables, positions, strict=True)):
+    for i, (length, first, pages, position) in enumerate(zip(lengths, padding, tables, positions, strict=True)):
         if not 0 <= length <= capacity:
             raise ValueError(f"cache_seqlens must be between 0 and the {capacity} slots of a sequence; got {length} for sequence {i}")
         if length + new > capacity:
@@ -145,18 +142,16 @@ def slots_of_sequences(call: CacheCall) -> list[SequenceSlots]:
             )
         if not 0 <= first <= length:
             raise ValueError(f"cache_leftpad must be between 0 and cache_seqlens; got {first} for sequence {i} of {length}")
-        if pages is None and not 0 <= row < cache.shape[0]:
-            raise ValueError(f"cache_batch_idx must be a row of the cache, 0 to {cache.shape[0] - 1}; got {row} for sequence {i}")
+        if call.block_table is None and not 0 <= pages[0] < cache.shape[0]:
+            raise ValueError(f"cache_batch_idx must be a row of the cache, 0 to {cache.shape[0] - 1}; got {pages[0]} for sequence {i}")
         if not 0 <= position <= MOST_KEYS:
             raise ValueError(f"first_position must be between 0 and {MOST_KEYS}; got {position} for sequence {i}")
-        found.append(SequenceSlots(i, first, length, length + new, row, pages, cache.shape[1], position))
+        found.append(SequenceSlots(i, first, length, length + new, pages, cache.shape[1], position))
     return found
 
 
 def check_pages(sequence: SequenceSlots, start: int, end: int, count: int) -> None:
     """The pages of some slots exist. Others are not looked at: whoever has no key there may have given them back."""
-    if sequence.pages is None:
-        return
     for index in sequence.pages_of(start, end):
         page = sequence.pages[index]
         if not 0 <= page < count:
@@ -165,19 +160,16 @@ def check_pages(sequence: SequenceSlots, start: int, end: int, count: int) -> No
             )
 
 
-def check_owners(sequences: list[SequenceSlots]) -> None:
+def check_owners(sequences: list[SequenceSlots], in_pages: bool) -> None:
     """No two sequences append to the same page or row, and no sequence twice."""
     owners: dict[int, tuple[int, int]] = {}
     for sequence in sequences:
-        if sequence.pages is None:
-            places = {0: sequence.row} if sequence.length < sequence.end else {}
-        else:
-            places = {index: sequence.pages[index] for index in sequence.pages_of(sequence.length, sequence.end)}
-        for index, place in places.items():
+        for index in sequence.pages_of(sequence.length, sequence.end):
+            place = sequence.pages[index]
             other, entry = owners.setdefault(place, (sequence.number, index))
             if (other, entry) == (sequence.number, index):
                 continue
-            if sequence.pages is None:
+            if not in_pages:
                 raise ValueError(
                     "cache_batch_idx must name different rows where keys are appended;"
                     f" sequences {other} and {sequence.number} have row {place}"

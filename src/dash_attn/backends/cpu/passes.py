@@ -80,7 +80,7 @@ def _backward(call: Call, saved: Saved, grads: Grads) -> tuple[Tensor, Tensor, T
             tiles = run_in_legs(planned.plan, planned.legs, call, saved, grads)
         logits = None if call.sinks is None else call.sinks.detach().to(tiles.lse.dtype)
         dsinks = [] if logits is None else list(sink_gradients(tiles.lse, tiles.delta, logits))
-        return (*tiles.gradients(options.scale, call.q.dtype), dsinks)
+        return (*tiles.gradients(), dsinks)
 
 
 def _sum_in_order(parts: list[Tensor], sinks: Tensor | None) -> Tensor | None:

@@ -1,6 +1,5 @@
 """One of several ranks that share a sequence, on the CPU: the forward of its queries, and its units of the backward."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -43,7 +42,7 @@ def forward(call: Call, problem: Problem, sharding: Sharding, rank: int) -> Save
     return forward_of_share(call, problem, Share(problem, sharding, rank))
 
 
-class RankBackward:
+class RankBackward(BackwardTiles):
     """The backward of a rank. `run` its units in their sequence; states come from and go to whoever has the leg before and after."""
 
     def __init__(
@@ -57,21 +56,15 @@ class RankBackward:
         modifiers: Modifiers | None = None,
     ) -> None:
         """rows: dout, q and out of the rank; of_rows: its LSE and, where it was used, the gradient of that."""
-        self.plan, self.shared, self.rank, self.options = plan, shared, rank, options
-        self.share = Share(plan.problem, shared.sharding, rank)
-        self.dtype = rows[1].dtype
         with fixed_arithmetic():
-            self.tiles = BackwardTiles(plan, options, rows, of_rows, self.share, modifiers)
-        self.landed = Landed(plan, self.tiles, ordered=True)
+            super().__init__(plan, options, rows, of_rows, Share(plan.problem, shared.sharding, rank), modifiers)
+        self.plan, self.shared, self.rank = plan, shared, rank
+        self.landed = Landed(plan, self, ordered=True)
         self.dims = rows[1].shape[-1], rows[0].shape[-1]
-
-    def take_keys(self, k: Tensor, v: Tensor, first_head: int) -> None:
-        """All keys and values of some KV heads, before the first unit that needs them."""
-        self.tiles.take_keys(k, v, first_head)
 
     def drop_keys(self, first_head: int, heads: int) -> None:
         for head in range(first_head, first_head + heads):
-            del self.tiles.keys[head]
+            del self.keys[head]
 
     def state_size(self, unit: Unit) -> int:
         """Numbers in the states of a unit."""
@@ -79,16 +72,16 @@ class RankBackward:
 
     def new_state(self, unit: Unit) -> Tensor:
         """Where a trip begins."""
-        return self.tiles.q.new_zeros(self.state_size(unit))
+        return self.q.new_zeros(self.state_size(unit))
 
     def run(self, unit: Unit, state: Tensor) -> None:
         """Walk a leg, or end a trip. The states are added to in their memory."""
         states = self._states(unit, state)
         if unit.leg is None:
-            walks: dict[ChainPlace, Callable[[], Coroutine]] = {place: partial(_ending, ended) for place, ended in states.items()}
+            walks: dict[ChainPlace, Coroutine] = {place: iter([Ending(ended)]) for place, ended in states.items()}
         else:
             walks = {place: self._walk(unit, place, states[place]) for place in self._places(unit, self.shared.leg_of(unit).kv_tiles)}
-        starts = (lambda place=place, walk=walk: Chain(self.plan, place, walk()) for place, walk in walks.items())
+        starts = (partial(Chain, self.plan, place, walk) for place, walk in walks.items())
         with fixed_arithmetic():
             run_chains(self.landed, starts, current_interleaving() or Interleaving())
 
@@ -96,7 +89,7 @@ class RankBackward:
         """dQ, dK and dV of the rank's rows."""
         self.check()
         with fixed_arithmetic():
-            return self.tiles.gradients(self.options.scale, self.dtype)
+            return self.gradients()
 
     def check(self) -> None:
         """Raise ExecutionError unless every unit of the rank has run."""
@@ -106,17 +99,17 @@ class RankBackward:
     @property
     def rows_of_sinks(self) -> Tensor:
         """LSE and delta, by Q tile: (2, batch, query heads, tiles, rows). Sums over all rows need those of all ranks."""
-        return torch.stack([self.tiles.lse, self.tiles.delta])
+        return torch.stack([self.lse, self.delta])
 
     def sink_gradients(self, rows: Tensor, sinks: Tensor) -> Tensor:
         """(batch, query heads), from the `rows_of_sinks` of all ranks, tiles in the order of the sequence."""
         with fixed_arithmetic():
             return sink_gradients(rows[0], rows[1], sinks.detach().to(rows.dtype))
 
-    def _walk(self, unit: Unit, place: ChainPlace, state: State) -> Callable[[], Coroutine]:
+    def _walk(self, unit: Unit, place: ChainPlace, state: State) -> Coroutine:
         assert unit.leg is not None
         steps = self.plan.steps(unit.kind, place.kv_tile)[self.shared.trips[unit.kind].steps(place.kv_tile, unit.leg)]
-        return partial(self.tiles.walk, place, steps, self.plan.members(place.part)[unit.member], state)
+        return self.walk(place, steps, self.plan.members(place.part)[unit.member], state)
 
     def _places(self, unit: Unit, kv_tiles: tuple[int, ...]) -> list[ChainPlace]:
         return [ChainPlace(*head, kv_tile) for head in unit.heads for kv_tile in kv_tiles]
@@ -132,15 +125,11 @@ class RankBackward:
         return found
 
 
-def run_in_legs(plan: Plan, legs: SharedSchedule, call: Call, saved: Saved, grads: Grads) -> BackwardTiles:
+def run_in_legs(plan: Plan, legs: SharedSchedule, call: Call, saved: Saved, grads: Grads) -> RankBackward:
     """A backward on one rank that has too few workers for whole chains."""
     rows, of_rows = (grads.out, call.q, saved.out), (saved.lse, grads.lse)
     backward = RankBackward(plan, legs, 0, call.options, rows, of_rows, call.modifiers)
-    backward.take_keys(call.k, call.v, 0)
+    backward.take_keys(call.k, call.v)
     walk_in_legs(backward, legs)
     backward.check()
-    return backward.tiles
-
-
-def _ending(state: State) -> Coroutine:
-    yield Ending(state)
+    return backward

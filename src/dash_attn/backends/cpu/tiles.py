@@ -58,11 +58,10 @@ class Scores:
 
     def __init__(self, problem: Problem, options: AttentionOptions, modifiers: Modifiers | None = None) -> None:
         self.problem, self.scale, self.cap = problem, options.scale, options.softcap
-        self.slopes = None if modifiers is None else modifiers.slopes
-        self.elements = None if modifiers is None else modifiers.elements
+        modifiers = modifiers or Modifiers()
+        self.slopes, self.elements = modifiers.slopes, modifiers.elements
         self.dropout: Dropout | None = None
         if options.dropout_p:
-            assert modifiers is not None
             assert modifiers.seeds is not None
             first_head = problem.head_offset * problem.group + modifiers.first_head
             self.dropout = Dropout(threshold_of(options.dropout_p), tuple(modifiers.seeds.tolist()), first_head)
@@ -194,7 +193,7 @@ class BackwardTiles:
         modifiers: Modifiers | None = None,
     ) -> None:
         """rows: dout, q and out of the share; of_rows: its LSE and, where it was used, the gradient of that."""
-        self.problem, self.share = plan.problem, share
+        self.problem, self.share, self.scale, self.dtype = plan.problem, share, options.scale, rows[1].dtype
         self.scores = Scores(plan.problem, options, modifiers)
         dout, q, out = rows
         self.q, self.dout = to_tiles(q, TILE_Q), to_tiles(dout, TILE_Q)
@@ -279,9 +278,9 @@ class BackwardTiles:
         for total, part in zip(self.sums[place.number], value, strict=True):
             total[tile] = part if first else total[tile] + part
 
-    def gradients(self, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV of the share's rows."""
-        queries, keys = self.share.queries, self.share.keys
+        queries, keys, scale, dtype = self.share.queries, self.share.keys, self.scale, self.dtype
         dk, dv = self.sums[0]
         for more_dk, more_dv in self.sums[1:]:  # of the kinds
             dk, dv = dk + more_dk, dv + more_dv

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...attention.explain import explains
 from ...backends import import_backend, resolve_to_explain
 from ...call.call import Call
-from ...call.explain import Explanation, size_in_words
+from ...call.explain import Explanation, in_a_table, size_in_words
 from ...call.options import AttentionOptions
 from ...call.planning import describe_call, hash_of
 from ...call.tensor_checks import check_flags
@@ -205,7 +205,7 @@ class SharedExplanation:
             "memory": self._largest([rank.memory for rank in self.each]),
             "predicted": f"efficiency {self.predicted_efficiency:.3f} {self.prediction_note}",
         }
-        return "\n".join(f"{name:<13} {text}" for name, text in table.items())
+        return in_a_table(table)
 
     def _spread(self, counts: list[int]) -> str:
         low, high = min(counts), max(counts)

@@ -22,8 +22,7 @@ from ...attention.autograd import attention_backward, attention_forward
 from ...attention.observers import SharedPart, observers, tell_observers
 from ...backends import RankBackward
 from ...call.call import Call, Given, Gradients, Grads, Modifiers, Saved, sum_in_order
-from ...call.offsets import SequenceOffsets
-from ...call.parts import backward_end_to_end, document_ends, end_to_end, in_rows
+from ...call.parts import backward_end_to_end, end_to_end, in_rows, offsets_of_documents
 from ...scheduling.ranks.units import Unit
 from ..hosts import ATTENTION, BACKWARD, agree
 from ..peers import Peers
@@ -152,8 +151,7 @@ def _alone(tensors: Sequence[Tensor], part: Part, given: Given) -> tuple[Call, C
     dense = Call(q, k, v, part.options, None, given.sinks, given.modifiers)
     if part.documents is None:
         return dense, None
-    ends, longest = torch.from_numpy(document_ends(part.documents, len(q))).to(q.device), max(part.documents)
-    return dense, end_to_end(dense, part.options, SequenceOffsets(ends, ends, longest, longest))
+    return dense, end_to_end(dense, part.options, offsets_of_documents(part.documents, len(q), q.device))
 
 
 def forward_of_rank(call: SharedCall, rank: int, q: Tensor, keys_of: KeysOf, given: Given) -> tuple[Tensor, Tensor]:

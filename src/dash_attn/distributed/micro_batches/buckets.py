@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ...call.tensor_checks import DTYPES
 from ..peers import Peers
 from .tree import tree_sum
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # By name: importing them takes long. FSDP, and what gives a base to a module's class: FSDP2 and the functional DistributedDataParallel.
 ADD_GRADIENTS = {
     "FullyShardedDataParallel": "FullyShardedDataParallel",

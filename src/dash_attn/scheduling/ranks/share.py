@@ -5,11 +5,10 @@ end. The chains of a gang wait for each other in a circle, but single tasks do n
 without a circle; states rest in memory between them. It costs the time to load and store the states.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import numpy as np
@@ -26,10 +25,6 @@ from .units import Circle, Head, SharedSchedule, Trips, Unit, trips_of, trips_wi
 FILLINGS = 4  # chains of a unit per worker (docs/simulator.md)
 ROUND = 2  # bundles per rank that take turns, where there is one kind of head
 HOP = 20  # what a hop is thought to take: one part in so many of the largest unit
-
-Place = tuple[
-    int, int, int, int, int
-]  # of a unit that has no number yet: kind, turn, column, member and leg; behind all members: the ending
 
 
 def share(schedule: Schedule, sharding: Sharding, heads_together: int = 1, progress: Progress | None = None) -> SharedSchedule:
@@ -53,10 +48,11 @@ def deal(schedule: Schedule, sharding: Sharding, together: int, trips: tuple[Tri
     drafts = _drafts(schedule, sharding, trips, together, tell)
     sequence = _Sequencer(drafts, sharding.ranks).run(tell)
     assert len(sequence) == len(drafts), "trips have no circle, and sums are added part after part"
-    number_of: dict[Place | None, int] = {place: number for number, place in enumerate(sequence)}
+    number_of: dict[int | None, int] = {place: number for number, place in enumerate(sequence)}
     units, waits = [], []
     for number, draft in enumerate(drafts[place] for place in sequence):
-        units.append(draft.unit._replace(number=number, before=number_of.get(draft.before), after=number_of.get(draft.after)))
+        before, after = (number_of.get(place) for place in (draft.unit.before, draft.unit.after))
+        units.append(draft.unit._replace(number=number, before=before, after=after))
         waits.append(tuple(sorted(number_of[earlier] for earlier in draft.waits)))
     return SharedSchedule(schedule, sharding, together, trips, tuple(units), tuple(waits))
 
@@ -79,12 +75,10 @@ def heads_that_fill(schedule: Schedule, sharding: Sharding, workers: int) -> int
 
 
 class _Draft(NamedTuple):
-    """A unit that has no number yet, and the places of others."""
+    """A unit that has no number yet. Instead it has its place among the drafts, and those of others."""
 
     unit: Unit
-    before: Place | None
-    after: Place | None
-    waits: set[Place]
+    waits: set[int]
     priority: tuple[int, ...]  # of ready units, a rank starts the one with the least
     cost: int  # in tasks
 
@@ -98,17 +92,15 @@ class _Bundle:
     heads: tuple[Head, ...]
     members: int  # query heads of each
     trips: Trips
+    first: int  # the place of its first draft
 
-    def place(self, column: int, member: int, leg: int) -> Place:
-        return self.kind, self.turn, column, member, leg
-
-    def stops(self, column: int) -> list[Place]:
-        """Where states go. The trip of a query head begins where that of the one before has ended."""
-        legs = range(len(self.trips.columns[column].legs))
-        return [self.place(column, member, leg) for member in range(self.members) for leg in legs] + [self.place(column, self.members, 0)]
+    def place(self, column: int, member: int, leg: int) -> int:
+        """Of a draft. The trip of a query head begins where that of the one before has ended."""
+        endings, legs = column, len(self.trips.columns[column].legs)
+        return self.first + int(self.trips.first_node[column]) * self.members + endings + member * legs + leg
 
 
-def _drafts(schedule: Schedule, sharding: Sharding, trips: tuple[Trips, ...], heads_together: int, tell: Progress) -> dict[Place, _Draft]:
+def _drafts(schedule: Schedule, sharding: Sharding, trips: tuple[Trips, ...], heads_together: int, tell: Progress) -> list[_Draft]:
     """The first to be launched is the one with the least priority: pairs of bundles, one of each kind, take turns; in a pair segment by
     segment, and then by how many units come before. So the heads of a kind end where those of the other begin.
 
@@ -116,52 +108,54 @@ def _drafts(schedule: Schedule, sharding: Sharding, trips: tuple[Trips, ...], he
     with different heads then, because the segments of a head follow each other around all ranks.
     """
     in_round = 1 if len(trips) > 1 else ROUND * sharding.ranks
-    drafts: dict[Place, _Draft] = {}
-    last_endings: dict[tuple[int, ...], Place] = {}  # of each sum: kind, column, sequence, KV head
+    drafts: list[_Draft] = []
+    last_endings: dict[tuple[int, ...], int] = {}  # of each sum: kind, column, sequence, KV head
     for bundle in _bundles(schedule, trips, heads_together):
         for column in range(len(bundle.trips.columns)):
             tell(0, 1)  # how many there will be is not known yet
-            drafts.update(_of_column(bundle, column, sharding, in_round))
+            drafts += _of_column(bundle, column, sharding, in_round)
             # Parts of a group are added in order: an ending waits for those of earlier parts.
-            ending = bundle.stops(column)[-1]
+            ending, waits, *_ = drafts[-1]
             sums = [(bundle.kind, column, sequence, part // schedule.problem.parts) for sequence, part in bundle.heads]
-            drafts[ending].waits.update(last_endings[place] for place in sums if place in last_endings)
-            last_endings.update(dict.fromkeys(sums, ending))
+            waits.update(last_endings[place] for place in sums if place in last_endings)
+            last_endings.update(dict.fromkeys(sums, ending.number))
     return drafts
 
 
 def _bundles(schedule: Schedule, trips: tuple[Trips, ...], heads_together: int) -> Iterator[_Bundle]:
     """Those of a bundle have equally many members. The sequences of a KV head follow each other, so that its keys are needed for a short
     time."""
-    problem = schedule.problem
+    problem, first = schedule.problem, 0
     for kind, (mine, parts) in enumerate(zip(trips, schedule.placement.heads_of_kinds(problem), strict=True)):
         heads = [(sequence, part) for part in parts.tolist() for sequence in range(problem.batch)]
         turn = 0
         while heads:
             members = _members(problem, heads[0])
             count = next((i for i, head in enumerate(heads[:heads_together]) if _members(problem, head) != members), heads_together)
-            yield _Bundle(kind, turn, tuple(heads[:count]), members, mine)
-            heads, turn = heads[count:], turn + 1
+            yield _Bundle(kind, turn, tuple(heads[:count]), members, mine, first)
+            heads, turn, first = heads[count:], turn + 1, first + mine.nodes * members + len(mine.columns)
 
 
 def _members(problem: Problem, head: Head) -> int:
     return len(problem.members(head[1]))
 
 
-def _of_column(bundle: _Bundle, column: int, sharding: Sharding, in_round: int) -> Iterator[tuple[Place, _Draft]]:
-    trips, found, stops = bundle.trips, bundle.trips.columns[column], bundle.stops(column)
-    for before, here, after in zip([None, *stops], stops, [*stops[1:], None], strict=False):
-        member, leg = here[-2:]
-        if after is None:  # the ending
-            unit = Unit(0, sharding.owners[found.chunk], bundle.kind, bundle.heads, column, member - 1, None)
-            node, level, waits, cost = trips.nodes + column, 0, set[Place](), 0
+def _of_column(bundle: _Bundle, column: int, sharding: Sharding, in_round: int) -> Iterator[_Draft]:
+    trips, found = bundle.trips, bundle.trips.columns[column]
+    stops: list[tuple[int, int | None]] = [*product(range(bundle.members), range(len(found.legs))), (bundle.members, None)]
+    begin = bundle.place(column, 0, 0)
+    for number, (member, leg) in enumerate(stops, begin):
+        before = number - 1 if number > begin else None
+        if leg is None:  # the ending
+            unit = Unit(number, sharding.owners[found.chunk], bundle.kind, bundle.heads, column, member - 1, None, before)
+            node, level, waits, cost = trips.nodes + column, 0, set[int](), 0
         else:
-            unit = Unit(0, sharding.owners[found.legs[leg].chunk], bundle.kind, bundle.heads, column, member, leg)
+            unit = Unit(number, sharding.owners[found.legs[leg].chunk], bundle.kind, bundle.heads, column, member, leg, before, number + 1)
             node, cost = int(trips.first_node[column]) + leg, len(bundle.heads) * found.legs[leg].tasks
             level, waits = int(trips.level[node]), {bundle.place(other, member, its_leg) for other, its_leg in trips.waits[node]}
         waits |= {before} if before is not None else set()
         priority = bundle.turn // in_round, found.segment, bundle.turn, bundle.kind, member * trips.depth + level, node
-        yield here, _Draft(unit, before, after, waits, priority, cost)
+        yield _Draft(unit, waits, priority, cost)
 
 
 class _Sequencer:
@@ -171,22 +165,22 @@ class _Sequencer:
     another one, with other work at hand. How long hardly matters (docs/simulator.md).
     """
 
-    def __init__(self, drafts: dict[Place, _Draft], ranks: int) -> None:
+    def __init__(self, drafts: list[_Draft], ranks: int) -> None:
         self.drafts = drafts
-        self.hop = max((draft.cost for draft in drafts.values()), default=0) // HOP
-        self.missing = {place: len(draft.waits) + 1 for place, draft in drafts.items()}  # what has not arrived; first, that we begin
-        self.followers: dict[Place, list[Place]] = defaultdict(list)
-        for place, draft in drafts.items():
+        self.hop = max((draft.cost for draft in drafts), default=0) // HOP
+        self.missing = [len(draft.waits) + 1 for draft in drafts]  # what has not arrived; first, that we begin
+        self.followers: list[list[int]] = [[] for _ in drafts]
+        for place, draft in enumerate(drafts):
             for earlier in draft.waits:
                 self.followers[earlier].append(place)
-        self.ready: list[list[tuple[tuple[int, ...], Place]]] = [[] for _ in range(ranks)]
-        self.events: list[tuple[int, bool, Place]] = []  # when, whether something has arrived at this place (else: it has ended), which
+        self.ready: list[list[tuple[tuple[int, ...], int]]] = [[] for _ in range(ranks)]
+        self.events: list[tuple[int, bool, int]] = []  # when, whether something has arrived at this place (else: it has ended), which
 
-    def run(self, tell: Progress) -> list[Place]:
+    def run(self, tell: Progress) -> list[int]:
         """The places in the order in which their units start. Each comes after those that it waits for."""
-        for place in self.drafts:
+        for place in range(len(self.drafts)):
             self._arrive(place)
-        idle, sequence, now = set(range(len(self.ready))), list[Place](), 0
+        idle, sequence, now = set(range(len(self.ready))), list[int](), 0
         while True:
             for rank in [rank for rank in sorted(idle) if self.ready[rank]]:
                 place = heappop(self.ready[rank])[1]
@@ -205,14 +199,14 @@ class _Sequencer:
                     idle.add(self.drafts[place].unit.rank)
                     self._end(place, now)
 
-    def _end(self, place: Place, now: int) -> None:
+    def _end(self, place: int, now: int) -> None:
         for follower in self.followers[place]:
             if self.hop and self.drafts[follower].unit.rank != self.drafts[place].unit.rank:
                 heappush(self.events, (now + self.hop, True, follower))
             else:
                 self._arrive(follower)
 
-    def _arrive(self, place: Place) -> None:
+    def _arrive(self, place: int) -> None:
         self.missing[place] -= 1
         if not self.missing[place]:
             draft = self.drafts[place]

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from ...attention.functions import flash_attn_func
-from ...call.options import SCHEDULES, in_words, is_given, read_given
+from ...call.options import in_words, is_given, read_given
 from ...errors import did_you_mean
 from ...masks import Mask, parse_mask
+from ...scheduling.generators import SCHEDULES
 from ...scheduling.problem import whole_number
 from ..machine import bits_of, deterministic_algorithms
 
