@@ -17,7 +17,7 @@ cores and without a GPU, and compiles kernels. `make pages` makes this page of w
 
 A library that is older than this is refused, by an error that names it, when a door is opened. Later ones than were run are not refused."""
 REFUSED_BY = {
-    "torch": f"`sdpa.enable`; `torch_flash.enable` needs {LEAST_WITH_FLASH_PLUG}, the first with its plug; `dash-attn doctor` tells",
+    "torch": f"`sdpa.enable`; `torch_flash.enable` needs {LEAST_WITH_FLASH_PLUG}, as 2.10 cannot end it again; `dash-attn doctor` tells",
     "transformers": f"`huggingface.enable`; `generate_batch` with dash_attn needs {LEAST_WITH_PAGES}: in 5.6 windows had other bits",
     "triton": "every call of backend `triton` on a GPU",
     "megatron-core": "`megatron.enable`",

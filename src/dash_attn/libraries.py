@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from .errors import Unsupported
 
 LEAST = {"torch": "2.9", "transformers": "5.6", "triton": "3.4", "megatron-core": "0.16", "torchtitan": "0.3"}
-LEAST_WITH_FLASH_PLUG = "2.10"  # of torch
+LEAST_WITH_FLASH_PLUG = "2.11"  # of torch: 2.10 can activate an implementation of flash attention, and not end that
 LEAST_WITH_PAGES = "5.17"  # of transformers: in 5.6, windows of generate_batch have other bits
 
 

@@ -89,7 +89,8 @@ def test_what_is_compiled_here_is_what_a_call_runs(name: str) -> None:
 
     launch = Compiled("9.0", (64, 64), kind="rows").launches()[name]
     written = machine_code_hash(launch.compile(target_of("9.0")).asm["cubin"])
-    with patch.object(driver, "_active", PretendedDriver("9.0")), patch.dict(os.environ):
+    active = "_active" if hasattr(driver, "_active") else "active"  # from Triton 3.5 on, and before
+    with patch.object(driver, active, PretendedDriver("9.0")), patch.dict(os.environ):
         launch.function.device_caches.clear()
         os.environ["TRITON_CACHE_DIR"] += "/called"  # nothing is found that was compiled above
         called = launch.machine_code()

@@ -46,7 +46,7 @@ def test_sdpa_in_a_block() -> None:
         assert_equal(gradients(by_pytorchs_name, inputs), expected)
 
 
-@pytest.mark.skipif(not hasattr(torch.nn.attention, "register_flash_attention_impl"), reason="this PyTorch has no plug")
+@pytest.mark.skipif(not hasattr(torch.nn.attention, "restore_flash_attention_impl"), reason="this PyTorch has no plug")
 def test_sdpa_by_pytorchs_plug() -> None:
     inputs = gpu_inputs(700, 700, (4, 4))
     expected = gradients(causal, inputs)
