@@ -30,7 +30,7 @@ from fuzzing.record import Recorder, new_part, until  # noqa: E402
 from fuzzing.trying import Outcome, attempt  # noqa: E402
 
 MOST_MINUTES = {"cpu": 20.0, "cuda": 9.0}
-MOST_SHOWN = 20  # failures
+MOST_FAILURES = 20  # of a part: where a kernel has lost the CUDA context, all calls fail
 
 
 class Counts:
@@ -57,7 +57,7 @@ def run_calls(device: str, seed: int, minutes: float, calls: int | None, path: P
     first, time_left = record.next_number(path, device, seed), until(minutes)
     recorder = Recorder(path, new_part("calls", device, seed=seed, first=first))
     counts, number = Counts(recorder), first
-    while time_left() and (calls is None or number < first + calls):
+    while time_left() and (calls is None or number < first + calls) and len(counts.part["failures"]) < MOST_FAILURES:
         counts.add(attempt(seed, number, device), reproduction(device, seed, number))
         number += 1
     recorder.keep(at_once=True)
