@@ -240,7 +240,7 @@ def costs_of_rank(_: int) -> dict[str, float | None]:
     asked = Asked(q, k, v, Given(), Choices(causal=True), "zigzag")
     found: dict[str, float | None] = {"comparison": median(microseconds(compare, COMPARISONS))}
     found["agreement on a call"] = median(microseconds(lambda: OfRank.agreed(asked, peers, True), COMPARISONS))
-    found["its own checks alone"] = median(microseconds(lambda: asked.part(peers.rank, True), COMPARISONS))
+    found["its own checks alone"] = median(microseconds(lambda: asked.part(peers.count, peers.rank, True), COMPARISONS))
     if device == "cuda":
         found["comparison, GPU busy"] = while_busy(compare)
     times: dict[str, list[float]] = {"forward and backward": [], "without comparison": []}

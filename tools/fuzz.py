@@ -30,6 +30,7 @@ from fuzzing.record import Part, Recorder, new_part, until  # noqa: E402
 from fuzzing.trying import Outcome, attempt  # noqa: E402
 
 MOST_MINUTES = {"cpu": 20.0, "cuda": 9.0}
+MOST_FAILURES = 20  # of a part: where a kernel has lost the CUDA context, all calls fail
 
 
 def count(part: Part, outcome: Outcome, again: str) -> None:
@@ -49,7 +50,7 @@ def run_calls(device: str, seed: int, minutes: float, calls: int | None, path: P
     number = first = record.next_number(path, device, seed)
     part = new_part("calls", device, seed=seed, first=first) | {"calls": 0, "functions": {}, "refusals": {}, "failures": []}
     recorder, time_left = Recorder(path, part), until(minutes)
-    while time_left() and (calls is None or number < first + calls):
+    while time_left() and (calls is None or number < first + calls) and len(part["failures"]) < MOST_FAILURES:
         count(part, attempt(seed, number, device), reproduction(device, seed, number))
         recorder.keep()
         number += 1

@@ -42,6 +42,9 @@ def names_used(text: str) -> set[tuple[str, str]]:
     found = set(re.findall(r'hopper\("([\w.]+)"\)\.(\w+)', text))
     for kept, module in re.findall(r'(\w+) = hopper\("([\w.]+)"\)\n', text):
         found |= {(module, name) for name in re.findall(rf"\b{kept}\.(\w+)", text)}
+    found |= set(re.findall(r'\("((?:calls|driver)\.\w+)", "(\w+)"\)', text))  # of patched_backend
+    for name, modules in re.findall(r'\(module, "(\w+)"\).+ for module in \((.+?)\)', text):
+        found |= {(module, name) for module in re.findall(r'"([\w.]+)"', modules)}
     return found
 
 
@@ -54,3 +57,7 @@ def test_gpu_tests_name_what_is_there() -> None:
 def test_a_name_that_has_moved_is_found() -> None:
     assert names_used('hopper("calls.backward").MOST_POLLS = 1\n') == {("calls.backward", "MOST_POLLS")}
     assert not hasattr(hopper("calls.backward"), "MOST_POLLS")
+    assert names_used('patched_backend({("calls.few_queries", "FEW"): 0})') == {("calls.few_queries", "FEW")}
+    assert not hasattr(hopper("calls.few_queries"), "FEW")
+    several = 'patched_backend({(module, "sm_count"): few for module in ("calls.forward", "calls.packed")})'
+    assert names_used(several) == {("calls.forward", "sm_count"), ("calls.packed", "sm_count")}

@@ -18,6 +18,7 @@ from dash_attn.call.offsets import SequenceOffsets
 from dash_attn.call.options import AttentionOptions
 from dash_attn.scheduling import Problem, generate
 from dash_attn.scheduling.validate import TooFewWorkers
+from launchless import launchless_driver
 
 setup = import_module("dash_attn.backends.hopper.calls.backward_setup")
 layout = import_module("dash_attn.backends.hopper.calls.layout")
@@ -135,6 +136,19 @@ def test_no_sequence_is_longer_than_the_batch(machine: Machine) -> None:
     assert call.layout.longest == (100, 100)
     assert calls.find(Call(*flat, OPTIONS, offsets(100)))[0] is call
     assert calls.find(Call(*flat, OPTIONS, offsets(60)))[0] is not call
+
+
+def test_few_queries_share_what_is_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload is there for every stream, and takes no memory from the pool of a graph. Once for each number of sequences."""
+    few, uploaded = import_module("dash_attn.backends.hopper.calls.few_queries"), list[int]()
+    monkeypatch.setattr(few, "upload", lambda array, device: uploaded.append(len(array)) or torch.from_numpy(array))
+    few._first_row.cache_clear()
+    with launchless_driver():
+        calls = [Call(*(x[0] for x in tensors(length)), OPTIONS, offsets(length)) for length in (600, 700)]
+        made = [few.FewQueries(layout.Layout.of(call), call.tensors, OPTIONS, (128, 128)) for call in calls]
+    few._first_row.cache_clear()
+    assert made[0].row is made[1].row
+    assert (uploaded, made[0].row.tolist()) == ([2], [0, 0])
 
 
 def test_a_gang_must_fit_the_machine(machine: Machine) -> None:

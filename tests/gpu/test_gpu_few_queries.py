@@ -42,7 +42,7 @@ def test_bits_are_those_of_the_other_kernel(shape: tuple[int, ...], options: dic
     given = {**options, "sinks": torch.randn(q.shape[2], device="cuda") if sinks else None, "return_lse": True}
     with poisoned_memory():
         first, second = (flash_attn_func(q, k, v, **given) for _ in range(2))
-        with patched_backend({("calls.few_queries", "FEW"): 0}):
+        with patched_backend({("calls.forward", "FEW"): 0}):
             expected = flash_attn_func(q, k, v, **given)
     for found in (first, second):
         assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
@@ -62,7 +62,7 @@ def test_packed_sequences(shape: tuple[int, ...], options: dict[str, Any]) -> No
     longest = queries, keys
     with poisoned_memory():
         first, second = (flash_attn_varlen_func(q, k, v, *ends, *longest, return_lse=True, **options) for _ in range(2))
-        with patched_backend({("calls.few_queries", "FEW"): 0}):
+        with patched_backend({("calls.forward", "FEW"): 0}):
             expected = flash_attn_varlen_func(q, k, v, *ends, *longest, return_lse=True, **options)
     for found in (first, second):
         assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
@@ -72,7 +72,7 @@ def test_gradients_and_graphs() -> None:
     q, k, v = tensors(SHAPES[0])
     leaves = [x.requires_grad_() for x in (q, k, v)]
     gradients = torch.autograd.grad(flash_attn_func(*leaves, causal=True).float().sum(), leaves)
-    with patched_backend({("calls.few_queries", "FEW"): 0}):
+    with patched_backend({("calls.forward", "FEW"): 0}):
         expected = torch.autograd.grad(flash_attn_func(*leaves, causal=True).float().sum(), leaves)
     assert all(same_bits(one, other) for one, other in zip(gradients, expected, strict=True))
     with torch.no_grad():
@@ -86,7 +86,7 @@ def test_gradients_and_graphs() -> None:
 def test_the_explanation_names_the_kernel_that_runs() -> None:
     q, k, v = tensors(SHAPES[0])
     few = explain(flash_attn_func, q, k, v, causal=True).kernels["forward"]
-    with patched_backend({("calls.few_queries", "FEW"): 0}):
+    with patched_backend({("calls.forward", "FEW"): 0}):
         assert explain(flash_attn_func, q, k, v, causal=True).kernels["forward"] != few
 
 

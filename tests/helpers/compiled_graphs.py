@@ -37,6 +37,9 @@ def families() -> Iterator[tuple[str, Call, list[Tensor]]]:
     ends = torch.tensor([0, 100, 101, 570], dtype=torch.int32, device="cuda")
     packed = [x[0] for x in tensors(570)]
     yield "packed", lambda q, k, v: flash_attn_varlen_func(q, k, v, ends, ends, 469, 469, causal=True), packed
+    last = torch.arange(4, dtype=torch.int32, device="cuda")  # a query each
+    few = [packed[0][:3].clone(), *packed[1:]]
+    yield "few packed", lambda q, k, v: flash_attn_varlen_func(q, k, v, last, ends, 1, 570, causal=True), few
 
 
 def documents() -> Any:

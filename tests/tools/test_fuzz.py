@@ -19,7 +19,7 @@ from dense import random_inputs, run_ours, same_bits
 from fuzzing import damage, record, soak, training
 from fuzzing.calls import FUNCTIONS, draw
 from fuzzing.faults import FAULTS, planted
-from fuzzing.trying import attempt
+from fuzzing.trying import Outcome, attempt
 from kept_pairs import kept_pairs, kept_pairs_at_once
 from sampled_rows import at_keys, at_queries, worst
 
@@ -73,6 +73,13 @@ def test_a_failure_says_how_to_have_it_again(capsys: pytest.CaptureFixture[str])
         assert fuzz.main(words[2:]) == 1
         assert "flash_attn_with_kvcache: the cache holds something else after the call" in capsys.readouterr().out
     assert fuzz.main(words[2:]) == 0
+
+
+def test_a_part_ends_where_everything_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As after a kernel that has lost the CUDA context."""
+    monkeypatch.setattr(fuzz, "attempt", lambda *_: Outcome("flash_attn_func", failure="a lost context"))
+    assert fuzz.main(["--calls", "1000"]) == 1
+    assert capsys.readouterr().out.count("a lost context") == fuzz.MOST_FAILURES
 
 
 def test_only_expected_errors_of_ours_are_refusals(monkeypatch: pytest.MonkeyPatch) -> None:

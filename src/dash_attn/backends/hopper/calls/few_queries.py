@@ -3,7 +3,9 @@ kernel for whole sequences fills tiles of 128 queries. The bits are the same.
 """
 
 import threading
+from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from ....call.call import Call, Saved, cut
 from ....call.kv_cache import CacheCall
 from ....call.offsets import SequenceOffsets
 from ....call.options import AttentionOptions
+from ...kept import upload
 from ..driver.launch import current_stream, on_device
 from ..driver.workspace import Workspace
 from .decode import DecodeCall
@@ -35,6 +38,12 @@ def as_cache(call: Call, layout: Layout, row: Tensor | None) -> CacheCall:
     )
 
 
+@cache
+def _first_row(count: int, device: torch.device) -> Tensor:
+    """Of a cache, for each sequence. A few bytes that stay for good: launches on any stream read them, and nobody waits to let them go."""
+    return upload(np.zeros(count, dtype=np.int32), device)
+
+
 class FewQueries(PreparedForward):
     """Everything about a call that does not change with the addresses of its tensors."""
 
@@ -46,7 +55,7 @@ class FewQueries(PreparedForward):
         self.decode: DecodeCall | None = None  # made by the first call, which has offsets
         self.row: Tensor | None = None
         if layout.packed:
-            self.row = torch.zeros(layout.count, dtype=torch.int32, device=self.device)
+            self.row = _first_row(layout.count, self.device)
             mask = mask_on_device(options.mask, layout.q_len, layout.kv_len, self.device)
             self.lengths = SequenceLayout(layout, mask, tile)
             self.workspace = Workspace(next_ticket=8, **sequence_sizes(layout))
