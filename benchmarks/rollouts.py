@@ -19,8 +19,10 @@ import re
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -37,6 +39,7 @@ from dash_attn.distributed import TreeAccumulator
 from dash_attn.integrations import huggingface
 from dash_attn.invariance.probe import Product, _tried
 from dash_attn.invariance.switches import SWITCHES
+from dash_attn.tools.bench.candidates import first_line
 from dash_attn.tools.bench.report import save
 
 from .timing import LEAD_IN, WARM_UP, milliseconds, timed
@@ -144,7 +147,7 @@ def trained(model: Any, sequences: list[Tensor], new: int, layout: str) -> list[
     return [rows[length - new - 1 : length - 1].detach() for rows, length in zip(logits, lengths, strict=True)]
 
 
-def of_generate(model: Any, sizes: Any, batch: int, packs: bool, **choices: Any) -> dict[str, int]:
+def of_generate(model: Any, sizes: Any, packs: bool, batch: int, **choices: Any) -> dict[str, int]:
     chance = torch.Generator(DEVICE).manual_seed(batch)
     longest = sizes.batches[batch]
     tokens = torch.randint(1, sizes.model["vocab_size"], (batch, longest), generator=chance, device=DEVICE)
@@ -170,7 +173,7 @@ def kinds_of(rows: Tensor) -> int:
     return len({row.tobytes() for row in rows.float().cpu().numpy()})
 
 
-def of_generate_batch(model: Any, sizes: Any) -> dict[str, int]:
+def of_generate_batch(model: Any, sizes: Any, _: bool) -> dict[str, int]:
     """transformers returns the logarithm of a softmax."""
     chance = torch.Generator().manual_seed(9)
     asked = [torch.randint(1, sizes.model["vocab_size"], (length,), generator=chance).tolist() for length in sizes.requests]
@@ -187,17 +190,29 @@ def of_generate_batch(model: Any, sizes: Any) -> dict[str, int]:
 
 
 def rows(sizes: Any, names: list[str]) -> Iterator[dict[str, Any]]:
+    """A call that fails does not keep others from being measured."""
     for name in names:
         model, packs = model_of(name, sizes.model, sizes.window), name != "GPT2"  # which has no documents
         for inside in (True, False):
-            shown = {"model": name, "inside": inside}
-            with invariance.enable() if inside else nullcontext():
-                for batch in sizes.batches if inside else list(sizes.batches)[:3]:
-                    yield {**shown, "call": f"generate, {batch}", **of_generate(model, sizes, batch, packs)}
-                chunks = of_generate(model, sizes, 3, packs, prefill_chunk_size=sizes.at_once)
-                yield {**shown, "call": "generate, 3, prefill in chunks", **chunks}
-                if name not in WITHOUT_REQUESTS:
-                    yield {**shown, "call": "generate_batch", **of_generate_batch(model, sizes)}
+            for call, measure in calls_of(name, sizes, inside):
+                with invariance.enable() if inside else nullcontext():
+                    yield {"model": name, "inside": inside, "call": call, **measured(measure, model, sizes, packs)}
+
+
+def calls_of(name: str, sizes: Any, inside: bool) -> Iterator[tuple[str, Callable[..., dict[str, int]]]]:
+    for batch in sizes.batches if inside else list(sizes.batches)[:3]:
+        yield f"generate, {batch}", partial(of_generate, batch=batch)
+    yield "generate, 3, prefill in chunks", partial(of_generate, batch=3, prefill_chunk_size=sizes.at_once)
+    if name not in WITHOUT_REQUESTS:
+        yield "generate_batch", of_generate_batch
+
+
+def measured(measure: Callable[..., dict[str, int]], *given: Any) -> dict[str, Any]:
+    try:
+        return measure(*given)
+    except Exception as error:  # whatever it is, the device is there now
+        traceback.print_exc()
+        return {"error": first_line(error)}
 
 
 # ---- the example
@@ -210,6 +225,8 @@ def example(sizes: Any, _: Any) -> Iterator[dict[str, Any]]:
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
     for (words, steps), process in zip(runs, processes, strict=True):
         said, _ = process.communicate()
+        if process.returncode:
+            raise RuntimeError(f"{EXAMPLE.name} {' '.join(words)} ended with {process.returncode}, behind {said[-300:]!r}")
         differ, count, weights = re.findall(r"^(\d+) of (\d+) log-probabilities differ\nweights (\w+)$", said, re.M)[0]
         yield {"flags": words, "steps": steps, "log_probs": int(count), "differ": int(differ), "weights": weights}
 
@@ -304,6 +321,15 @@ def facts(found: dict[str, Any]) -> list[Any]:
     return [found["dtype"], found["transformers"], *map(found["environment"].get, ENVIRONMENT)]
 
 
+def until_it_fails(part: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """So that the parts behind it are measured."""
+    try:
+        yield from part
+    except Exception as error:
+        traceback.print_exc()
+        yield {"error": first_line(error)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="part", help="probes, rows, example, speed; all by default")
@@ -321,11 +347,13 @@ def main() -> None:
     with huggingface.enable():
         for part in arguments.parts or PARTS:
             done = parts[part] = [row for row in parts.get(part, ()) if row.get("model") not in (None, *names)]
-            for row in PARTS[part](SMALL if arguments.small else REAL, names):
+            for row in until_it_fails(PARTS[part](SMALL if arguments.small else REAL, names)):
                 print(f"{time.perf_counter() - start:.0f} s", row, flush=True)
                 done.append(row)
                 if arguments.json:
                     save(found, arguments.json)
+    if any("error" in row for part in arguments.parts or PARTS for row in parts[part]):
+        raise SystemExit("some of it failed: see the errors")
 
 
 if __name__ == "__main__":

@@ -37,15 +37,14 @@ class Door:
 
     def open(self, *changes: Change) -> AbstractContextManager[object]:
         """Until `close`, or to the end of a block: then all is as before the block, whatever was changed in it. Blocks nest."""
-        length = len(self._made)
-        for change in changes:
-            before = change.found()
-            if before != change.ours:  # twice is once
-                change.put(change.ours)
-                self._made.append((change, before))
-        block = ExitStack()
-        block.callback(self._put_back, length)
-        return block
+        with ExitStack() as block:
+            block.callback(self._put_back, len(self._made))
+            for change in changes:
+                before = change.found()
+                if before != change.ours:  # twice is once
+                    change.put(change.ours)
+                    self._made.append((change, before))
+            return block.pop_all()  # after an error nothing is changed
 
     @property
     def is_open(self) -> bool:

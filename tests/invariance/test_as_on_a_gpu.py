@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from dash_attn import Unsupported, invariance
 from dash_attn.formats import PROBES
-from dash_attn.invariance import products, record
+from dash_attn.invariance import norms, products, record
 from dash_attn.invariance.probe import MEMORY, Product, Way, _rows_that_fit, ways
 from dash_attn.invariance.record import Record, surroundings
 from dense import same_bits
@@ -158,6 +158,24 @@ def test_weights_that_are_not_aligned_are_copied(monkeypatch: pytest.MonkeyPatch
     assert all(is_aligned for count, is_aligned in planted.calls if count >= 299)
 
 
+def test_check_tells_of_weights_that_are_not_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, Watched(2))
+    layer = nn.Linear(K, N)
+    said = "its weight is copied in every call, as it does not lie at a multiple of 256 bytes"
+    assert said not in str(invariance.check(layer))
+    layer.weight = nn.Parameter(torch.randn(1 + N * K)[1:].view(N, K))
+    assert said in str(invariance.check(layer))
+
+
+def test_results_of_one_row_can_be_changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, Watched(2))
+    layer = nn.Linear(K, N)
+    with invariance.enable():
+        out = layer(rows_of()[:1])
+        out += 1
+        out.sum().backward()
+
+
 def test_a_graph_is_captured_after_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, Watched(2))
     weight, x = torch.randn(N, K), rows_of()
@@ -190,6 +208,56 @@ def test_rows_of_a_softmax_begin_at_16_bytes(columns: int, softmax: Any) -> None
         assert found.stride(0) % 8 == 0
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found[:, 7].sum(), x)[0], wanted)
+
+
+@pytest.mark.parametrize("columns", [2000, 2001])
+def test_a_softmax_in_another_type_converts_first(columns: int) -> None:
+    """Padding is -inf, which no integer is."""
+    x = torch.randint(-5, 5, (3, columns))
+    expected = x.softmax(-1, dtype=torch.float32)
+    with invariance.enable():
+        for found in (
+            x.softmax(-1, torch.float32),
+            functional.softmax(x, -1, dtype=torch.float32),
+            torch.softmax(x, 1, dtype=torch.float32),
+        ):
+            torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(x.log_softmax(-1, dtype=torch.float64), expected.double().log())
+        assert x.mean(-1, dtype=torch.float32).shape == (3,)
+        assert torch.softmax(x.float(), -1, out=(into := torch.empty(3, columns))) is into
+
+
+@pytest.mark.parametrize("columns", [2000, 2001])
+def test_a_softmax_reads_aligned_rows(columns: int) -> None:
+    """A GPU takes another kernel where the first row does not begin at 16 bytes."""
+    seen = []
+    softmax = norms._softmax_of_rows(lambda x, *_, **__: (seen.append(x.data_ptr() % 64), x)[1])
+    softmax(torch.randn(1 + 3 * columns)[1:].view(3, columns), -1)
+    assert seen == [0]
+
+
+def test_norms_of_long_rows_are_computed_in_blocks(gpu: Record) -> None:
+    def planted(rows: Tensor, dim: int, keepdim: bool) -> Tensor:
+        parts = (K // 3, K - K // 3) if len(rows) < 40 and len(rows) != 32 else (K,)
+        return sum((part.sum(dim, keepdim) for part in rows.split(parts, -1)), torch.zeros(()))
+
+    planted.__name__ = "sum"
+    x = rows_of()
+    mean, logsumexp = norms._reduced(planted), norms._reduced(lambda x, *_: planted(x, -1, True).exp(), planted)
+    for compute in (mean, logsumexp):
+        assert differing(lambda x, compute=compute: compute(x, -1), x) == []
+    assert gpu.verdicts == {f"sum of {K} columns, float32": False}
+
+
+def test_kinds_of_sums(gpu: Record) -> None:
+    """A logarithm hides how its sum was rounded: the sum is tried."""
+    x = rows_of()
+    with invariance.enable():
+        found = [x.mean(1), x.logsumexp(-1), functional.normalize(x, dim=-1), functional.normalize(x, p=1, dim=-1)]
+    expected = [x.mean(1), x.logsumexp(-1), functional.normalize(x, dim=-1), functional.normalize(x, p=1, dim=-1)]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    assert set(gpu.verdicts) == {f"{kind} of {K} columns, float32" for kind in ("mean", "sum", "linalg_vector_norm")}
 
 
 def test_rows_that_are_strided_are_copied() -> None:

@@ -48,6 +48,30 @@ def test_blocks_nest_and_disable_closes_all() -> None:
         invariance.disable()
 
 
+def test_an_error_on_the_way_in_changes_nothing(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where PyTorch has no cuBLASLt."""
+
+    def refuse(_: Any, value: Any) -> None:
+        raise RuntimeError("no such library")
+
+    before = state()
+    monkeypatch.setattr(type(SWITCHES), "library", property(lambda _: "cublas", refuse))
+    with pytest.raises(RuntimeError, match="no such library"):
+        invariance.enable()
+    assert state() == before
+
+
+def test_a_backend_for_all_compiled_programs_comes_back() -> None:
+    before = SWITCHES.stance
+    try:
+        torch.compiler.set_stance("default", force_backend="eager")
+        with invariance.enable():
+            assert SWITCHES.stance.stance == "force_eager"
+        assert SWITCHES.stance.backend == "eager"
+    finally:
+        SWITCHES.stance = before
+
+
 def test_functions_that_others_have_replaced_are_not_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functional, "linear", len)
     with pytest.raises(RuntimeError, match="would undo what replaced PyTorch's linear: <built-in function len>"):

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dash_attn import Unsupported, invariance
+from dash_attn.invariance import products
+from dash_attn.invariance.probe import Ways
 from dense import same_bits
 
 ROWS = 600
@@ -32,14 +34,25 @@ def functions(dtype: torch.dtype) -> dict[str, Function]:
         "mm into": lambda x: torch.mm(x, turned, out=x.new_empty(len(x), N)),
         "addmm": lambda x: torch.addmm(bias, x, turned),
         "addmm of a bias": lambda x: bias.addmm(x, turned),
+        "addmm of a matrix": lambda x: torch.addmm(x[:, :N], x, turned, beta=0.5, alpha=2),
+        "few columns": lambda x: functional.linear(x, turned[:, :7].t()),
+        "an odd number of columns": lambda x: functional.linear(x[:, :99], weight[:11, :99], bias[:11]),
+        "with a vector": lambda x: x @ scale,
+        "mv": lambda x: torch.mv(x, vec=scale),
+        "linear with a vector": lambda x: functional.linear(x[None], scale, bias[0])[0],
         "mean": lambda x: x.float().pow(2).mean(-1, keepdim=True),
         "mean of a long row": lambda x: x[:, :1].float().expand(-1, 40_000).mul(torch.arange(40_000) + 0.1).mean(dim=-1),
+        "mean into a type": lambda x: x.mean((1,), dtype=torch.float64),
+        "logsumexp": lambda x: x[:, :1].float().expand(-1, 40_000).mul(torch.arange(40_000) * 1e-4).logsumexp(1),
+        "normalize": lambda x: functional.normalize(x[:, :1].float().expand(-1, 40_000) + torch.arange(40_000), dim=-1),
         "layer_norm": lambda x: functional.layer_norm(x, (K,), scale),
         "rms_norm": lambda x: functional.rms_norm(x, (K,), scale),
         "silu": lambda x: functional.silu(x),
         "gelu": lambda x: functional.gelu(x, approximate="tanh"),
         "sigmoid": lambda x: torch.sigmoid(x),
         "rsqrt": lambda x: x.abs().rsqrt(),
+        "exp2": lambda x: x.exp2(),
+        "celu": lambda x: functional.celu(x),
         "softplus": lambda x: functional.softplus(x),
         "log_softmax": lambda x: x.float().log_softmax(-1),
         "rotary tables": lambda x: torch.cat([x.float().cos(), x.float().sin()], -1),
@@ -118,18 +131,21 @@ def test_autocast_casts_as_pytorch_does() -> None:
     assert found.dtype == torch.bfloat16
     assert layer.weight.grad is not None
     torch.testing.assert_close(found, expected)
+    with torch.autocast("cpu", torch.bfloat16), invariance.enable():
+        assert layer.double()(x.double()).dtype == torch.float64, "which PyTorch does not cast"
 
 
 def others(x: Tensor) -> list[Tensor]:
-    row, square = x[0, 0], x[0]
+    row = x[0, 0]
     return [
         x @ x.mT,
         x.mean(),
         x.mean(1),
         x.mean((0, 2)),
-        torch.mv(square, row),
-        square @ row,
-        torch.addmm(square[:, :3], square, square.t()),
+        row @ row,
+        torch.linalg.vector_norm(x),
+        x.logsumexp(0),
+        x.int().mean(-1, dtype=x.dtype),
     ]
 
 
@@ -143,6 +159,59 @@ def test_shapes_that_are_no_rows_go_to_pytorch() -> None:
         assert torch.equal(torch.mm(x[0].to_sparse(), x[0].t()), torch.mm(x[0].to_sparse(), x[0].t().clone()))
     assert empty.shape == (0, 3, 5)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_row_alone() -> None:
+    x, layer = rows_of(torch.float32), nn.Linear(K, N, bias=False)
+    with invariance.enable():
+        whole = layer(x)
+        assert all(same_bits(one.detach(), whole[3].detach()) for one in (layer(x[3]), x[3] @ layer.weight.t()))
+
+
+@pytest.mark.parametrize("count", [1, 40])
+def test_results_can_be_changed_in_place(count: int) -> None:
+    """As models do that add embeddings."""
+    x, layer = rows_of(torch.float32)[:count, :96], nn.Linear(96, 48)
+    (expected,) = torch.autograd.grad(layer(x).exp().sum(), layer.weight)
+    with invariance.enable():
+        out = layer(x)
+        out += 1
+        (found,) = torch.autograd.grad((out - 1).exp().sum(), layer.weight)
+    torch.testing.assert_close(found, expected)
+
+
+def test_results_go_where_they_are_asked_to() -> None:
+    x = rows_of(torch.float32)
+    with invariance.enable():
+        for compute in (
+            torch.sigmoid,
+            lambda x, out: torch.mean(x, -1, True, out=out),
+            lambda x, out: torch.addmm(x[:, :N], x, x[:K, :N], out=out),
+        ):
+            expected: Tensor = compute(x, out=None)
+            out = torch.empty_like(expected)
+            assert compute(x, out=out) is out
+            assert same_bits(out, expected)
+        for compute in (functional.silu, functional.selu, lambda x, inplace: functional.elu(x, 0.5, inplace)):
+            changed = x.clone()
+            assert compute(changed, inplace=True) is changed
+            assert same_bits(changed, compute(x, inplace=False))
+
+
+def test_a_weight_without_memory_of_its_own() -> None:
+    x = rows_of(torch.float32)
+    with invariance.enable():
+        found = x @ x.new_ones(1).expand(K, N)
+        assert functional.linear(x, x.new_empty(0, K)).shape == (ROWS, 0)
+    torch.testing.assert_close(found, x.sum(1, keepdim=True).expand(-1, N))
+
+
+def test_a_product_that_depends_on_the_place_of_a_row_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are tried on a CPU, too."""
+    monkeypatch.setattr(products, "ways", Ways())
+    monkeypatch.setattr(products, "_linear", lambda x, weight, bias: (x[:, None] * weight).sum(-1) + torch.arange(len(x))[:, None])
+    with invariance.enable(), pytest.raises(Unsupported, match=r"a product of K 112, N 32, float32.* on cpu gives a row other bits"):
+        functional.linear(rows_of(torch.float32), torch.randn(N, K))
 
 
 def test_tensors_without_elements_are_not_probed() -> None:

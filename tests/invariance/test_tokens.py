@@ -45,6 +45,26 @@ def test_a_token_depends_on_seed_and_place_alone() -> None:
         invariance.sample(logits, seeds.float(), 4)
 
 
+def test_what_has_no_tokens_raises() -> None:
+    logits, seeds = logits_of(2), torch.arange(2)
+    for compute in (lambda: invariance.sample(logits, seeds, 0, 0.0), lambda: invariance.log_probs(logits, seeds, -1.0)):
+        with pytest.raises(ValueError, match=r"temperature must be above 0; got .*: the largest logit is logits.argmax\(-1\)"):
+            compute()
+
+
+def test_seeded_tokens_are_of_one_call() -> None:
+    """Else a token would depend on what was generated before; and one seed would be that of all sequences."""
+    tokens = torch.ones(2, 9, dtype=torch.int64)
+    drawn = invariance.SeededTokens(torch.arange(2))
+    first = drawn(tokens[:, :5], logits_of(2))
+    assert same_bits(first, logits_of(2) + noise(torch.arange(2), 0, VOCABULARY))
+    drawn(tokens[:, :6], logits_of(2))
+    with pytest.raises(ValueError, match="for one call of generate, token by token; got 2 sequences of 9 tokens behind 6"):
+        drawn(tokens, logits_of(2))
+    with pytest.raises(ValueError, match=r"has 1 seeds, one per sequence, .* got 2 sequences of 9 tokens"):
+        invariance.SeededTokens(torch.arange(1))(tokens, logits_of(2))
+
+
 def test_tokens_come_as_often_as_they_should() -> None:
     count, logits = 200_000, torch.tensor([0.0, 1.0, 2.0, -1.0])
     for temperature in (1.0, 2.0):

@@ -5,27 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from inspect import unwrap
 from types import FunctionType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ..door import names_of, names_of_code
 from .enabling import enable
 from .products import way_of
-from .rows import BLOCK, OF_NORMS, on_gpu
+from .rows import ALIGNMENT, BLOCK, OF_NORMS, is_aligned, on_gpu
 
 ATTENTION = "dash_attn"
 KERNELS_OF_OTHERS = ("liger_kernel", "apex", "flash_attn", "transformer_engine", "xformers", "kernels", "fla", "mamba_ssm", "bitsandbytes")
+MORE_THAN_A_ROW = "a norm over more than a row"
 OTHER_LAYERS = (
     (nn.modules.batchnorm._BatchNorm, "statistics of the batch, in training"),
     (nn.modules.conv._ConvNd, "convolutions choose their kernel by size"),
     (nn.RNNBase, "recurrent layers of cuDNN"),
     (nn.MultiheadAttention, "attention that is not dash_attn's"),
-    (nn.GroupNorm, "a norm over more than a row"),
+    (nn.GroupNorm, MORE_THAN_A_ROW),
+    (nn.EmbeddingBag, "sums of rows"),
+    (nn.Bilinear, "a product with two inputs"),
 )
 EXPERTS = ("expert", "router", "moe")  # in the names of classes
-OTHER_SUMS = {"einsum", "bmm", "baddbmm", "conv1d", "conv2d", "grouped_mm", "_grouped_mm", "cumsum", "var", "std", "vector_norm"}
-OF_ROWS = {"mean", "layer_norm", "rms_norm", "normalize"}
+OTHER_SUMS = {"addbmm", "addmv", "baddbmm", "bilinear", "bmm", "cdist", "conv1d", "conv2d", "conv3d", "cosine_similarity", "cumprod"}
+OTHER_SUMS |= {"cumsum", "einsum", "flex_attention", "grouped_mm", "_grouped_mm", "index_add", "index_add_", "inner", "multi_dot"}
+OTHER_SUMS |= {"scaled_dot_product_attention", "scatter_add", "scatter_add_", "std", "std_mean", "sum", "tensordot", "var", "var_mean"}
+OF_ROWS = {"mean", "layer_norm", "rms_norm", "normalize", "vector_norm", "logsumexp"}
 
 
 class Finding(NamedTuple):
@@ -80,7 +85,10 @@ def _product(module: nn.Module, weight: Tensor) -> tuple[str, str]:
     way = way_of(weight, getattr(module, "bias", None))
     if weight.requires_grad:
         way_of(weight.t(), None)  # of the backward
-    return "by construction" if way.block else "proved", str(way)
+    copied = (
+        "" if is_aligned(weight) else f"; its weight is copied in every call, as it does not lie at a multiple of {ALIGNMENT['cuda']} bytes"
+    )
+    return "by construction" if way.block else "proved", f"{way}{copied}"
 
 
 def _proof(module: nn.Module) -> str:
@@ -102,9 +110,24 @@ def not_covered(module: nn.Module) -> str | None:
     for layer, why in OTHER_LAYERS:
         if isinstance(module, layer):
             return why
-    forward = unwrap(owner.forward)
-    found = names_of_code(forward.__code__) & OTHER_SUMS if isinstance(forward, FunctionType) else set()
+    if len(getattr(module, "normalized_shape", (1,))) != 1:
+        return MORE_THAN_A_ROW
+    found = _names_reached(owner.forward, owner, set()) & OTHER_SUMS
     return f"its code calls {', '.join(sorted(found))}" if found else None
+
+
+def _names_reached(function: Any, owner: type, seen: set[Any]) -> set[str]:
+    """All names in its code, and in functions of the same file that it calls."""
+    function = unwrap(function)
+    if not isinstance(function, FunctionType) or function in seen:
+        return set()
+    seen.add(function)
+    found = names_of_code(function.__code__)
+    if "ALL_ATTENTION_FUNCTIONS" in found:
+        return found  # the others are attention that is not called
+    called = [vars(owner).get(name, function.__globals__.get(name)) for name in found]
+    own = (inner for inner in called if isinstance(inner, FunctionType) and inner.__module__ == function.__module__)
+    return found.union(*(_names_reached(inner, owner, seen) for inner in own))
 
 
 def _named(names: list[str]) -> str:

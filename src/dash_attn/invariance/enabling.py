@@ -16,7 +16,8 @@ def enable() -> AbstractContextManager[object]:
     inside its block. The same holds for the gradient with respect to a product's input; gradients of weights are summed as usual.
 
     Functions of PyTorch are replaced, for the whole process: enter and leave blocks on one thread. Settings are restored at the end, also
-    after errors. Compiled programs run eagerly inside, because inductor splits sums by size. What cannot be promised raises.
+    after errors. Compiled programs run eagerly inside, because inductor splits sums by size. A product or a norm for which this cannot be
+    promised raises; `check` names what else a model's code calls.
     """
     get_overridable_functions()  # PyTorch makes this list once: made from now on, it would have our functions in it for good
     changes = [*products.changes(), *norms.changes()]

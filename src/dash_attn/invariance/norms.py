@@ -1,4 +1,4 @@
-"""Means and norms of rows, computed with at least 16 rows; and on a CPU activations, whose last elements are computed in another way.
+"""Means, norms and the like of rows, computed with at least 16 rows; and on a CPU activations, whose last elements are computed otherwise.
 
 PyTorch's loops on a CPU take vectors of elements, and the rest of a thread's share one by one. For some functions that rounds
 differently. So there they get whole vectors, in pieces that one thread computes.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -18,60 +18,83 @@ from torch.nn.functional import pad
 
 from ..door import Change
 from .probe import ways
-from .rows import OF_NORMS, as_rows, at_least, on_gpu
+from .rows import OF_NORMS, aligned, as_rows, at_least, in_blocks, on_gpu
 
 VECTOR = 64  # elements; PyTorch's loops take at most that many at a time
 OF_16_BYTES = 8  # elements, of the smallest type
 PIECE = 2**15  # elements; PyTorch deals no less to a thread
-LAST = (-1, (-1,), [-1])
+Compute = Callable[[Tensor], Tensor]
 
 
-def _mean_of_rows(original: Any) -> Callable[..., Tensor]:
+def _reduced(original: Any, tried: Any = None) -> Callable[..., Tensor]:
+    """Of mean and logsumexp. tried: another function, whose sums are the same and whose results show more."""
+
     @wraps(original)
-    def mean(input: Tensor, dim: Any = None, keepdim: bool = False, **rest: Any) -> Tensor:
-        dim = rest.pop("axis", dim)
+    def reduce(input: Tensor, dim: Any = None, keepdim: bool = False, **rest: Any) -> Tensor:
+        dim, keepdim = rest.pop("axis", dim), rest.pop("keepdims", keepdim)
         if dim is None:
             whole: Tensor = original(input, **rest)
             return whole
-        if dim not in LAST or "out" in rest or not input.numel():
-            other: Tensor = original(input, dim, keepdim, **rest)
-            return other
-        out = _with_others(lambda rows: original(rows, -1, True, **rest), input, original)
-        return out if keepdim else out[..., 0]
+        return _of_rows(tried or original, original, input, dim, keepdim, **rest)
 
-    return mean
+    return reduce
+
+
+def _norm_of_vectors(original: Any) -> Callable[..., Tensor]:
+    @wraps(original)
+    def vector_norm(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **rest: Any) -> Tensor:
+        return _of_rows(original, lambda x, *where, **rest: original(x, ord, *where, **rest), x, dim, keepdim, **rest)
+
+    return vector_norm
+
+
+def _of_rows(tried: Any, compute: Any, x: Tensor, dim: Any, keepdim: bool, **rest: Any) -> Tensor:
+    """Rows of the last dimension. All else is PyTorch's."""
+    (dim,) = dim if isinstance(dim, (tuple, list)) and len(dim) == 1 else (dim,)
+    if dim not in (-1, x.ndim - 1) or not x.is_floating_point() or not x.numel() or not x.ndim:
+        other: Tensor = compute(x, dim, keepdim, **rest)
+        return other
+    dtype, into = rest.pop("dtype", None), rest.pop("out", None)
+    x = x if dtype is None else x.to(dtype)  # first: some types are summed in others
+    out = _with_others(lambda rows: compute(rows, -1, True, **rest), x, tried.__name__, lambda rows: tried(rows, dim=-1, keepdim=True))
+    out = out if keepdim else out[..., 0]
+    return out if into is None else into.copy_(out)
 
 
 def _norm_of_rows(original: Any) -> Callable[..., Tensor]:
     @wraps(original)
     def norm(input: Tensor, normalized_shape: Any, *arguments: Any, **rest: Any) -> Tensor:
+        def compute(rows: Tensor) -> Tensor:
+            found: Tensor = original(rows, normalized_shape, *arguments, **rest)
+            return found
+
         if len(normalized_shape) != 1 or not input.numel():
-            whole: Tensor = original(input, normalized_shape, *arguments, **rest)
-            return whole
-        return _with_others(lambda rows: original(rows, normalized_shape, *arguments, **rest), input, original)
+            return compute(input)
+        return _with_others(compute, input, original.__name__, lambda rows: original(rows + 1, rows.shape[1:]))
 
     return norm
 
 
-def _with_others(compute: Callable[[Tensor], Tensor], x: Tensor, original: Any) -> Tensor:
-    if on_gpu(x):
-        ways.check_norm(original, x)
-    count = x.numel() // x.shape[-1]
-    if count >= OF_NORMS and x.stride(-1) == 1:
-        return compute(x)
-    rows = compute(at_least(OF_NORMS, as_rows(x)))[:count]
-    return rows.view(*x.shape[:-1], rows.shape[-1])
+def _with_others(compute: Compute, x: Tensor, kind: str, tried: Compute) -> Tensor:
+    rows = as_rows(x)
+    blocks = on_gpu(x) and ways.of_norm(kind, tried, rows)
+    out = in_blocks(compute, rows) if blocks else compute(at_least(OF_NORMS, rows))[: len(rows)]
+    return out.view(*x.shape[:-1], out.shape[-1])
 
 
 def _softmax_of_rows(original: Any) -> Callable[..., Tensor]:
     """A GPU's kernels read 16 bytes at a time, and sum a row that begins in between in another order."""
 
     @wraps(original)
-    def softmax(input: Tensor, dim: Any = None, *arguments: Any, **rest: Any) -> Tensor:
-        of_rows = on_gpu(input) and input.ndim and dim in (-1, input.ndim - 1) and "out" not in rest
-        missing = -input.shape[-1] % OF_16_BYTES if of_rows else 0
-        out: Tensor = original(pad(input, (0, missing), value=-torch.inf) if missing else input, dim, *arguments, **rest)
-        return out[..., : input.shape[-1]] if missing else out
+    def softmax(input: Tensor, dim: Any = None, dtype: Any = None, *, out: Tensor | None = None, **rest: Any) -> Tensor:
+        if not on_gpu(input) or not input.ndim or dim not in (-1, input.ndim - 1):
+            given = {"dtype": dtype, "out": out, **rest}
+            found: Tensor = original(input, dim, **{name: value for name, value in given.items() if value is not None})
+            return found
+        x = aligned(input if dtype is None else input.to(dtype))
+        missing = -x.shape[-1] % OF_16_BYTES
+        found = original(pad(x, (0, missing), value=-torch.inf), -1, **rest)[..., : x.shape[-1]] if missing else original(x, -1, **rest)
+        return found if out is None else out.copy_(found)
 
     return softmax
 
@@ -82,11 +105,13 @@ def _whole_vectors(original: Any) -> Callable[..., Tensor]:
         if input.device.type != "cpu" or not input.numel() or not input.is_floating_point():
             out: Tensor = original(input, *arguments, **rest)
             return out
-        rest = {name: value for name, value in rest.items() if name != "inplace"}  # the result is what counts
+        inplace = rest.pop("inplace", False) or any(given is True for given in arguments)
+        into, options = rest.pop("out", input if inplace else None), [given for given in arguments if not isinstance(given, bool)]
         elements = input.reshape(-1)
         padded = pad(elements, (0, -len(elements) % VECTOR))
-        pieces = [original(piece, *arguments, **rest) for piece in padded.split(PIECE)]
-        return torch.cat(pieces)[: len(elements)].view(input.shape)
+        pieces = [original(piece, *options, **rest) for piece in padded.split(PIECE)]
+        out = torch.cat(pieces)[: len(elements)].view(input.shape)
+        return out if into is None else into.copy_(out)
 
     return activation
 
@@ -103,12 +128,14 @@ def _kept_function(name: str) -> Callable[[Any, Tensor], Tensor]:
     return forward
 
 
-REPLACED = (
-    *((owner, "mean", _mean_of_rows) for owner in (torch, Tensor)),
+REPLACED: tuple[tuple[Any, str, Any], ...] = (
+    *((owner, "mean", _reduced) for owner in (torch, Tensor)),
+    *((owner, "logsumexp", partial(_reduced, tried=torch.sum)) for owner in (torch, Tensor)),
+    (torch.linalg, "vector_norm", _norm_of_vectors),  # which functional.normalize and norm call
     *((torch, name, _norm_of_rows) for name in ("layer_norm", "rms_norm")),  # those of functional call them
     *((owner, name, _softmax_of_rows) for owner in (torch, Tensor) for name in ("softmax", "log_softmax")),
-    *((functional, name, _whole_vectors) for name in ("silu", "gelu", "softplus", "mish", "elu", "selu", "sigmoid")),
-    *((owner, name, _whole_vectors) for name in ("sigmoid", "rsqrt") for owner in (torch, Tensor)),
+    *((functional, name, _whole_vectors) for name in ("silu", "gelu", "softplus", "mish", "elu", "selu", "celu", "sigmoid")),
+    *((owner, name, _whole_vectors) for name in ("sigmoid", "rsqrt", "exp2", "sinh") for owner in (torch, Tensor)),
 )
 KEEPERS = {"GELUTanh": "gelu", "GELUActivation": "gelu", "MishActivation": "mish"}
 _MADE = [(Change(owner, name, make(getattr(owner, name))), getattr(owner, name)) for owner, name, make in REPLACED]

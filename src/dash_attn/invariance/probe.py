@@ -27,6 +27,7 @@ MEMORY = 2**32  # bytes that rows and results of a probe take at most
 FEWEST = (OF_PRODUCTS, 16, 64, 256)  # rows
 TILES = (64, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Compute = Callable[[Tensor], Tensor]
 
 
 class Way(NamedTuple):
@@ -62,29 +63,41 @@ class Ways:
 
     def __init__(self) -> None:
         self._products: dict[Any, Way] = {}
-        self._norms: set[Any] = set()
+        self._norms: dict[Any, bool] = {}
 
     def of_product(self, multiply: Multiply, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Way:
-        key = (rows.dtype, weight.shape, weight.stride(), bias is None, rows.device, precision := precision_of(rows.dtype))
+        key, asked = _kind(rows, weight, bias)
         way = self._products.get(key)
         if way is None:
             refuse_capture()
-            asked = Product(rows.dtype, tuple(weight.shape), tuple(weight.stride()), bias is not None, precision)
             way = self._products[key] = proved(multiply, asked, rows.device, record_of(rows.device))
         return way
 
-    def check_norm(self, norm: Any, x: Tensor) -> None:
-        key = (norm.__name__, x.shape[-1], x.dtype, x.device)
+    def check_blocks(self, multiply: Multiply, rows: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """On a CPU, where nothing else is tried, and nothing kept on disk."""
+        key, asked = _kind(rows, weight, bias)
+        if key not in self._products:
+            with torch.no_grad(), torch.autocast(rows.device.type, enabled=False):
+                self._products[key] = _in_blocks(multiply, asked, *_inputs(asked, 2 * BLOCK, rows.device))
+
+    def of_norm(self, kind: str, norm: Compute, rows: Tensor) -> bool:
+        """Whether it is computed in blocks of rows."""
+        key = (kind, rows.shape[1], rows.dtype, rows.device)
         if key not in self._norms:
             refuse_capture()
-            prove_norm(norm, x.shape[-1], x.dtype, record_of(x.device), x.device)
-            self._norms.add(key)
+            self._norms[key] = norm_in_blocks(kind, norm, rows.shape[1], rows.dtype, record_of(rows.device), rows.device)
+        return self._norms[key]
 
     def clear(self) -> None:
         self.__init__()  # type: ignore[misc]
 
 
 ways = Ways()
+
+
+def _kind(rows: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, Product]:
+    asked = Product(rows.dtype, tuple(weight.shape), weight.stride(), bias is not None, precision_of(rows.dtype))
+    return (asked, rows.device), asked
 
 
 def proved(multiply: Multiply, asked: Product, device: torch.device, record: Record) -> Way:
@@ -105,22 +118,29 @@ def _tried(multiply: Multiply, asked: Product, device: torch.device) -> Way:
     for fewest in FEWEST:
         if not _differing(partial(_of_at_least, fewest, lambda rows: multiply(rows, weight, bias)), x, whole):
             return Way(most, fewest=fewest)
-    few = x[: 2 * BLOCK]
-    first = in_blocks(lambda rows: multiply(rows, weight, bias), few)
-    moved = in_blocks(lambda rows: multiply(rows, weight, bias), few[1:])
-    if _differ(first[1:], moved).item():
+    return _in_blocks(multiply, asked, x, weight, bias)
+
+
+def _in_blocks(multiply: Multiply, asked: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Way:
+    if _depends_on_place(lambda rows: multiply(rows, weight, bias), x):
         raise Unsupported(
-            f"a product of {asked} on {device} gives a row other bits at another place, even in blocks of {BLOCK} rows:"
+            f"a product of {asked} on {x.device} gives a row other bits at another place, even in blocks of {BLOCK} rows:"
             " dash_attn.invariance cannot be used with it; leave out that layer, or choose another dtype"
         )
     return Way(MOST, BLOCK)
 
 
-def _of_at_least(fewest: int, compute: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+def _depends_on_place(compute: Compute, x: Tensor) -> bool:
+    """Of a row in its block."""
+    few = x[: 2 * BLOCK]
+    return bool(_differ(in_blocks(compute, few)[1:], in_blocks(compute, few[1:])).item())
+
+
+def _of_at_least(fewest: int, compute: Compute, rows: Tensor) -> Tensor:
     return compute(at_least(fewest, rows))[: len(rows)]
 
 
-def _differing(compute: Callable[[Tensor], Tensor], x: Tensor, whole: Tensor) -> bool:
+def _differing(compute: Compute, x: Tensor, whole: Tensor) -> bool:
     """Whether some call has other bits than the one of all rows. The host waits once."""
     found = [_differ(compute(as_rows(x[rows])), whole[rows]) for rows in _tries(len(x))]
     return bool(torch.stack(found).any())
@@ -160,33 +180,39 @@ def _inputs(asked: Product, rows: int, device: torch.device) -> tuple[Tensor, Te
     n, k = asked.shape
     chance = torch.Generator(device).manual_seed(k * 2**20 + n)
     places = torch.randperm(k, generator=chance, device=device)
-    x = _paired((rows, k), -1.0, asked.dtype, chance)[:, places]
-    weight = torch.empty_strided(asked.shape, asked.stride, dtype=asked.dtype, device=device)
-    weight.copy_(_paired((n, k), 1.0, asked.dtype, chance)[:, places])
+    x = _paired(torch.empty(rows, k, dtype=asked.dtype, device=device), -1.0, places, chance)
+    weight = _paired(torch.empty_strided(asked.shape, asked.stride, dtype=asked.dtype, device=device), 1.0, places, chance)
     bias = 1e-4 * torch.randn(n, generator=chance, device=device) if asked.has_bias else None  # so small that it hides nothing
     return x, weight, None if bias is None else bias.to(asked.dtype)
 
 
-def _paired(shape: tuple[int, int], sign: float, dtype: torch.dtype, chance: torch.Generator) -> Tensor:
-    rows, columns = shape
-    half = (SCALE * torch.randn(rows, columns // 2, generator=chance, device=chance.device)).to(dtype)
-    rest = torch.full((rows, columns % 2), 1e-3, device=chance.device, dtype=dtype)
-    return torch.cat([half, sign * half, rest], 1)
+def _paired(out: Tensor, sign: float, places: Tensor, chance: torch.Generator) -> Tensor:
+    """Fills it, with little memory beside: the second of each pair is the first times the sign."""
+    first, second, odd = places.tensor_split([len(places) // 2, len(places) // 2 * 2])
+    half = torch.randn(len(out), len(first), generator=chance, device=out.device, dtype=out.dtype).mul_(SCALE)
+    out.index_copy_(1, first, half)
+    out.index_copy_(1, second, half.mul_(sign))
+    return out.index_fill_(1, odd, 1e-3)
 
 
-def prove_norm(norm: Any, width: int, dtype: torch.dtype, record: Record, device: torch.device) -> None:
-    """Of PyTorch; in float32 as well, where rounding hides nothing. Raises if a row of 16 or more depends on the others."""
-    kind = f"{norm.__name__} of {width} columns, {str(dtype).removeprefix('torch.')}"
-    if record.get(kind) is None:
-        compute = (lambda x: norm(x, -1, True)) if norm.__name__ == "mean" else (lambda x: norm(x + 1, (width,)))
+def norm_in_blocks(kind: str, norm: Compute, width: int, dtype: torch.dtype, record: Record, device: torch.device) -> bool:
+    """From the record, or tried now; in float32 as well, where rounding hides nothing. False: rows are computed at once, 16 or more.
+    Raises where not even blocks of one size keep their bits."""
+    name = f"{kind} of {width} columns, {str(dtype).removeprefix('torch.')}"
+    if record.get(name) is None:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            record.put(kind, not any(_norm_differs(compute, width, each, device) for each in {dtype, torch.float32}))
-    if not record.get(kind):
-        raise Unsupported(f"the {kind}, depends on how many rows come with a row, on {device}: dash_attn.invariance cannot be used with it")
+            inputs = [_rows_of_width(width, each, device) for each in {dtype, torch.float32}]
+            at_once = not any(_differing(partial(_of_at_least, OF_NORMS, norm), x, norm(x)) for x in inputs)
+            if not at_once and any(_depends_on_place(norm, x) for x in inputs):
+                raise Unsupported(
+                    f"the {name}, gives a row other bits at another place on {device}, even in blocks of {BLOCK} rows:"
+                    " dash_attn.invariance cannot be used with it"
+                )
+        record.put(name, at_once)
+    return not record.get(name)
 
 
-def _norm_differs(compute: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype, device: torch.device) -> bool:
+def _rows_of_width(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     chance = torch.Generator(device).manual_seed(width)
-    x = _paired((max(min(MOST, 2**24 // width), 4 * OF_NORMS), width), -1.0, dtype, chance)
-    x = x[:, torch.randperm(width, generator=chance, device=device)]
-    return _differing(partial(_of_at_least, OF_NORMS, compute), x, compute(x))
+    x = torch.empty(max(min(MOST, 2**24 // width), 4 * OF_NORMS), width, dtype=dtype, device=device)
+    return _paired(x, -1.0, torch.randperm(width, generator=chance, device=device), chance)

@@ -113,5 +113,8 @@ def in_words() -> str:
 def _counted(verdicts: dict[str, Any]) -> str:
     products = [verdict for verdict in verdicts.values() if isinstance(verdict, list)]
     norms = [verdict for verdict in verdicts.values() if not isinstance(verdict, list)]
-    blocks = sum(1 for _, block, *_ in products if block)
-    return f"{len(products)} kinds of products proved, {blocks} of them in blocks; {sum(norms)} of {len(norms)} kinds of norms hold"
+    blocks = sum(1 for _, block, *_ in products if block), len(norms) - sum(norms)
+    return "; ".join(
+        f"{len(found)} kinds of {kind} proved, {count} of them in blocks"
+        for kind, found, count in zip(("products", "norms"), (products, norms), blocks, strict=True)
+    )

@@ -22,7 +22,11 @@ def as_rows(x: Tensor) -> Tensor:
 
 def aligned(x: Tensor) -> Tensor:
     """With its strides."""
-    return x if x.data_ptr() % ALIGNMENT.get(x.device.type, 64) == 0 else x.clone()
+    return x if is_aligned(x) else x.clone()
+
+
+def is_aligned(x: Tensor) -> bool:
+    return x.data_ptr() % ALIGNMENT.get(x.device.type, 64) == 0
 
 
 def on_gpu(x: Tensor) -> bool:
@@ -38,5 +42,5 @@ def at_least(fewest: int, rows: Tensor) -> Tensor:
 
 def in_blocks(compute: Callable[[Tensor], Tensor], rows: Tensor, block: int = BLOCK) -> Tensor:
     """By calls of one size each, so that all rows are summed alike."""
-    padded = pad(rows, (0, 0, 0, -len(rows) % block))
-    return torch.cat([compute(part) for part in padded.split(block)])[: len(rows)]
+    *whole, last = [compute(part) for part in pad(rows, (0, 0, 0, -len(rows) % block)).split(block)]
+    return torch.cat([*whole, last[: len(rows) - len(whole) * block]])  # no view, so that it can be changed in place

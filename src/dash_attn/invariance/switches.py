@@ -41,16 +41,15 @@ class Switches:
 
     @property
     def stance(self) -> Any:
-        import torch._dynamo.eval_frame as compiler
-
-        return compiler._stance.stance
+        """Of the compiler; with its backend, which some choose for all."""
+        return _compiler()._stance
 
     @stance.setter
-    def stance(self, value: str) -> None:
-        torch.compiler.set_stance(value)
+    def stance(self, value: Any) -> None:
+        _compiler()._set_stance(value)
 
     def changes(self, first: bool) -> Iterator[Change]:
-        yield Change(self, "stance", "force_eager")
+        yield Change(self, "stance", _compiler().DynamoStance("force_eager"))
         if not torch.cuda.is_available():
             return
         if not isinstance(self.bf16, tuple):
@@ -96,6 +95,12 @@ def precision_of(dtype: torch.dtype) -> str:
     if dtype == torch.float32:
         return str(torch.backends.cuda.matmul.fp32_precision)
     return "sums in fp16" if dtype == torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation else ""
+
+
+def _compiler() -> Any:
+    import torch._dynamo.eval_frame as compiler  # which takes long
+
+    return compiler
 
 
 def _cublaslt() -> Any:

@@ -21,7 +21,7 @@ def log_probs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tenso
         raise ValueError(
             f"logits must have the shape of the tokens and one dimension more; got {tuple(logits.shape)} for {tuple(tokens.shape)}"
         )
-    rows = (logits.float() / temperature).reshape(-1, logits.shape[-1])
+    rows = _cooled(logits, temperature).reshape(-1, logits.shape[-1])
     if not len(rows):
         return rows.new_empty(tokens.shape)
     scores = at_least(OF_NORMS, rows).log_softmax(-1)[: len(rows)]
@@ -36,7 +36,13 @@ def sample(logits: Tensor, seeds: Tensor, position: int | Tensor, temperature: f
             f"sample takes logits (batch, vocabulary) and an int64 seed per row; got {tuple(logits.shape)} and {tuple(seeds.shape)},"
             f" {seeds.dtype}"
         )
-    return (logits.float() / temperature + noise(seeds, position, logits.shape[1])).argmax(-1)
+    return (_cooled(logits, temperature) + noise(seeds, position, logits.shape[1])).argmax(-1)
+
+
+def _cooled(logits: Tensor, temperature: float) -> Tensor:
+    if not temperature > 0:
+        raise ValueError(f"temperature must be above 0; got {temperature}: the largest logit is logits.argmax(-1)")
+    return logits.float() / temperature
 
 
 def noise(seeds: Tensor, position: int | Tensor, entries: int) -> Tensor:
@@ -69,10 +75,14 @@ class SeededTokens:
 
     def __init__(self, seeds: Tensor, temperature: float = 1.0) -> None:
         self.seeds, self.temperature = seeds, temperature
-        self._prompt: int | None = None
+        self._prompt = self._length = -1
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if self._prompt is None:
-            self._prompt = input_ids.shape[1]
-        step = input_ids.shape[1] - self._prompt
-        return scores.float() / self.temperature + noise(self.seeds.to(scores.device), step, scores.shape[1])
+        length = input_ids.shape[1]
+        if len(self.seeds) != len(scores) or (self._prompt >= 0 and length != self._length + 1):
+            raise ValueError(
+                f"SeededTokens has {len(self.seeds)} seeds, one per sequence, for one call of generate, token by token; got {len(scores)}"
+                f" sequences of {length} tokens{f' behind {self._length}' if self._prompt >= 0 else ''}"
+            )
+        self._prompt, self._length = self._prompt if self._prompt >= 0 else length, length
+        return _cooled(scores, self.temperature) + noise(self.seeds.to(scores.device), length - self._prompt, scores.shape[1])
