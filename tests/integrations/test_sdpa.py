@@ -197,7 +197,9 @@ def test_three_dimensions_without_sequences(mask: tuple[int, ...] | None, groupe
     arguments = {"attn_mask": None if mask is None else torch.ones(mask, dtype=torch.bool), "enable_gqa": grouped}
     with sdpa.enable():
         found = run(inputs, **arguments)
-    assert [x.shape for x in found] == [(0, 5, 8), (0, 5, 16), (0, 7, 16), (0, 7, 8)] == [x.shape for x in run(inputs, **arguments)]
+    assert [x.shape for x in found] == [(0, 5, 8), (0, 5, 16), (0, 7, 16), (0, 7, 8)]
+    if not grouped:  # PyTorch 2.11 divides by no heads, which ends the process
+        assert [x.shape for x in run(inputs, **arguments)] == [x.shape for x in found]
 
 
 def test_three_dimensions_without_sequences_are_checked_too() -> None:
