@@ -54,7 +54,9 @@ def test_nothing_to_do_takes_no_time() -> None:
 @examples(100)
 def test_packing_equals_the_plain_loop(problem: Problem, workers: int) -> None:
     sizes = [len(part) for part in dealt(problem.group, problem.parts)]
-    lengths = sorted((n * size for n in problem.chain_lengths.tolist() for size in sizes * problem.batch * problem.heads), reverse=True)
+    lengths = sorted(
+        (n * size for n in problem.chain_lengths.tolist() if n for size in sizes * problem.batch * problem.heads), reverse=True
+    )
     best = 0
     for shared in range(1, len(lengths)):
         longest = lengths[: shared * workers + 1]
