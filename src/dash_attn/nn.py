@@ -39,6 +39,8 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if bias is not True and bias is not False:
+            raise TypeError(f"bias must be True or False; got {bias!r}")
         _check_sizes(embed_dim, num_heads, num_kv_heads)
         _check_options(options)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads

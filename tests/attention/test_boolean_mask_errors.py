@@ -32,6 +32,7 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (BooleanMask(ONES[:9]), ValueError, r"got shape \(9, 12\)"),
     (BooleanMask(ONES[:1]), ValueError, r"got shape \(1, 12\)"),
     (ONES.numpy(), TypeError, r"got a boolean array of shape \(10, 12\). flash_attn_func also takes a boolean tensor or a BooleanMask"),
+    (ONES.numpy(), TypeError, r"flash_attn_varlen_func a list, one mask per sequence"),
     (ONES.tolist(), TypeError, r"flash_attn_func also takes a boolean tensor or a BooleanMask"),
     (TilePattern(np.array([[1]], dtype=np.uint8)), TypeError, r"its elements come with a call: give flash_attn_func the BooleanMask"),
 ]

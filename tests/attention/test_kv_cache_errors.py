@@ -168,3 +168,14 @@ def test_packed_queries(changes: dict[str, Any], message: str) -> None:
         return
     with pytest.raises((ValueError, TypeError), match=message):
         flash_attn_varlen_func(**arguments)
+
+
+@pytest.mark.parametrize("pages", [False, True])
+def test_one_tensor_for_keys_and_values(pages: bool) -> None:
+    """New values would replace new keys. Where these are one tensor, too, or none is new, nothing is lost."""
+    arguments = good(pages)
+    one = {**arguments, "v_cache": arguments["k_cache"]}
+    with pytest.raises(ValueError, match="k_cache and v_cache are one tensor, in which the new values would replace the new keys"):
+        flash_attn_with_kvcache(**one)
+    flash_attn_with_kvcache(**{**one, "v": one["k"]})
+    flash_attn_with_kvcache(**{**one, "k": None, "v": None})

@@ -136,8 +136,14 @@ def test_more_elements_than_fit_are_refused_before_they_are_read(
 def test_names_are_read_as_before(capsys: pytest.CaptureFixture[str]) -> None:
     Path("causal").write_text("no mask")
     assert planned(capsys, "--mask causal --schedule auto")["mask"] == "causal"
-    assert main(["plan", "--mask", "mask.pt"]) == 2
-    assert "unknown mask 'mask.pt'; masks are written full, causal" in capsys.readouterr().err
+    assert main(["plan", "--mask", "causl"]) == 2
+    assert "unknown mask 'causl'; masks are written full, causal" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["mask.pt", "masks/first"])
+def test_another_kind_of_file_is_told_which_kind_is_read(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--mask", name]) == 2
+    assert f"--mask: a matrix is read from FILE.npy, as numpy.save writes it; got {name}" in capsys.readouterr().err
 
 
 def test_a_page_shows_the_file_that_the_command_was_started_with_and_no_other(here: Path) -> None:

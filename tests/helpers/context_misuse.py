@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -189,7 +190,26 @@ def _groups() -> dict[str, Any]:
         "a backend per device": _call(group=by_rank, ulysses=2).shape,
         "unshard with gradient": said(lambda: unshard(torch.ones(1, 8, requires_grad=True))),
         "unshard without": unshard(torch.ones(1, 8)).shape,
+        "two threads": _two_threads(),
     }
+
+
+def _two_threads() -> list[str]:
+    """Each with a group of its own. Ranks begin with different ones: a rank must not let one wait for the other."""
+    groups = [dist.new_group(list(range(RANKS)), timeout=timedelta(seconds=LIMIT)) for _ in range(2)]
+    first = dist.get_rank() % 2
+    found = ["", ""]
+
+    def gather(place: int) -> None:
+        time.sleep(0 if place == first else 1)
+        found[place] = said(lambda: unshard(torch.ones(1, 8), groups[place]).shape)
+
+    threads = [Thread(target=gather, args=(place,)) for place in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
 
 
 def _through_the_door() -> Tensor:
@@ -312,6 +332,8 @@ def _layout() -> dict[str, Any]:
             "rows of one": said(lambda: unshard(torch.ones(2, 8 if odd else 6))),
             "shape of one": said(lambda: unshard(torch.ones(3 if odd else 2, 6))),
             "one refuses": said(lambda: unshard(torch.ones(2, 6, requires_grad=odd))),
+            "sparse on one": said(lambda: unshard(torch.ones(2, 6).to_sparse() if odd else torch.ones(2, 6))),
+            "no values on one": said(lambda: unshard(torch.ones(2, 6, device="meta" if odd else "cpu"))),
         },
     }
 

@@ -147,3 +147,9 @@ BAD = [
 def test_sizes_that_do_not_fit(sizes: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SelfAttention(*sizes)
+
+
+@pytest.mark.parametrize("bias", [3, "no", None])
+def test_bias_is_true_or_false(bias: Any) -> None:
+    with pytest.raises(TypeError, match=f"bias must be True or False; got {bias!r}"):
+        SelfAttention(32, 4, bias=bias)

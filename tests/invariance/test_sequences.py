@@ -186,7 +186,12 @@ class Turned(nn.Linear):
         (nn.Sequential(nn.Linear(4, 4)), [2, 0], ValueError, r"lengths of 1 or more; got \[2, 0\]"),
         (nn.Sequential(nn.Linear(4, 4)), torch.tensor([[1, 0, 1, 1, 1]]), ValueError, "tokens side by side.*; row 0 has not"),
         (nn.Sequential(nn.Linear(4, 4)), torch.tensor([[1, 1, 1, 1, 0]]), ValueError, "the loss has a gradient at padding"),
-        (nn.Sequential(nn.Linear(4, 4)), [1, 1, 3], RuntimeError, "has added 0 of its 2 micro-batches, and cannot add 3 more"),
+        (
+            nn.Sequential(nn.Linear(4, 4)),
+            [1, 1, 3],
+            RuntimeError,
+            "has added 0 of its 2 micro-batches, and cannot add 3 more: call finish, or reset",
+        ),
     ],
     ids=str,
 )

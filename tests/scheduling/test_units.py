@@ -146,6 +146,13 @@ def test_chunks_that_cut_a_tile_are_refused(lengths: tuple[int, ...]) -> None:
 def test_more_ranks_than_rows_are_refused_before_anything_is_made_for_them(name: str) -> None:
     with pytest.raises(ValueError, match="1,024 rows cannot be dealt to 1,000,000,000 ranks"):
         Sharding.named(name, 1024, 10**9)
+    with pytest.raises(ValueError, match="1 row cannot be dealt to 4 ranks"):
+        Sharding.named(name, 1, 4)
+
+
+def test_a_rank_far_beyond_the_others_takes_no_memory() -> None:
+    with pytest.raises(ValueError, match="every rank needs a chunk; rank 1 of 1000000000000 has none"):
+        Sharding((128, 128), (0, 10**12 - 1))
 
 
 def test_queries_and_keys_are_the_same_rows() -> None:

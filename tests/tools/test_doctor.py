@@ -263,6 +263,8 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_function_returns_findings_and_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
     findings = dash_attn.doctor(show=True)
+    with pytest.raises(TypeError, match="show must be True or False; got 'x'"):
+        dash_attn.doctor(show="x")  # type: ignore[arg-type]
     out = capsys.readouterr().out
     assert all(isinstance(finding, Finding) for finding in findings)
     assert "deterministic-algorithms" in {finding.id for finding in findings}

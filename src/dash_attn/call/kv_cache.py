@@ -123,6 +123,8 @@ def _check_tensors(call: CacheCall) -> None:
 def _check_new(call: CacheCall, batch: int) -> None:
     assert call.k is not None
     assert call.v is not None, "whoever reads the arguments looks"
+    if call.k_cache is call.v_cache and call.k is not call.v:
+        raise ValueError("k_cache and v_cache are one tensor, in which the new values would replace the new keys: give two")
     check_strided(k=call.k, v=call.v)
     heads = call.k_cache.shape[2]
     for name, new, cache in (("k", call.k, call.k_cache), ("v", call.v, call.v_cache)):

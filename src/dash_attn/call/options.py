@@ -10,6 +10,7 @@ from ..errors import did_you_mean
 from ..masks import Causal, Documents, Full, Mask, Window, check_mask, is_whole
 from ..masks.rules import mask_in_words
 from ..scheduling.generators import SCHEDULES
+from ..scheduling.json_fields import shortened
 from ..scheduling.schedule import Schedule
 from .dropout import LEVELS, threshold_of
 from .tensor_checks import check_flags
@@ -40,15 +41,15 @@ class AttentionOptions:
     def __post_init__(self) -> None:
         check_mask(self.mask)
         if not is_finite(self.scale) or self.scale == 0:
-            raise ValueError(f"softmax_scale must be a finite number other than 0; got {self.scale!r}")
+            raise ValueError(f"softmax_scale must be a finite number other than 0; got {shortened(self.scale)}")
         if not is_finite(self.softcap) or self.softcap < 0:
-            raise ValueError(f"softcap must be a finite number > 0, or 0 for none; got {self.softcap!r}")
+            raise ValueError(f"softcap must be a finite number > 0, or 0 for none; got {shortened(self.softcap)}")
         _check_schedule(self.schedule)
         for name, allowed in (("accumulation", ACCUMULATIONS), ("backend", BACKENDS)):
             if not isinstance(getattr(self, name), str) or getattr(self, name) not in allowed:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; choose from {', '.join(allowed)}")
         if not is_whole(self.head_offset) or not 0 <= self.head_offset < 2**31:
-            raise ValueError(f"head_offset must be a whole number >= 0 and below 2^31; got {self.head_offset!r}")
+            raise ValueError(f"head_offset must be a whole number >= 0 and below 2^31; got {shortened(self.head_offset)}")
         check_dropout(self.dropout_p)
         if self.dropout_p and isinstance(self.mask, Documents):
             raise ValueError(
@@ -116,7 +117,7 @@ def is_finite(value: Any) -> bool:
 def check_dropout(dropout_p: Any) -> None:
     """A probability that some of the numbers drop, not none and not all."""
     if not is_zero(dropout_p) and not (is_finite(dropout_p) and 0 < dropout_p < 1 and 0 < threshold_of(dropout_p) < LEVELS):
-        raise ValueError(f"dropout_p must be 0, or from 1/{LEVELS} to 1 - 1/{LEVELS}; got {dropout_p!r}")
+        raise ValueError(f"dropout_p must be 0, or from 1/{LEVELS} to 1 - 1/{LEVELS}; got {shortened(dropout_p)}")
 
 
 def check_options(choices: Choices, *, deterministic: bool, **flags: bool) -> None:

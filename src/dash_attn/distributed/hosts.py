@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -112,6 +111,7 @@ class Hosts:
         self.number = 0  # of calls that the ranks have begun
         self._values = LateValues()
         self._call = ""
+        self._made: Any = None
         store = dist.HashStore() if group is None else group.get_group_store()  # type: ignore[attr-defined]
         self._store = distributed_c10d.PrefixStore("dash_attn", store)
 
@@ -165,13 +165,15 @@ class Hosts:
         rows: list[list[int]] = received.reshape(self.count, -1).tolist()
         return rows
 
-    @cached_property
+    @property
     def _gloo(self) -> Any:
-        """Made when it is first needed, by all ranks."""
-        self._meet()
-        made = distributed_c10d.ProcessGroupGloo(self._store, self.rank, self.count, self.limit)
-        self._meet = lambda: None  # it holds the group, which would then never be freed
-        return made
+        """Made when it is first needed, by all ranks. (A cached_property has one lock for all groups in Python 3.11 and earlier: threads
+        that make two of them would wait for each other, across ranks.)"""
+        if self._made is None:
+            self._meet()
+            self._made = distributed_c10d.ProcessGroupGloo(self._store, self.rank, self.count, self.limit)
+            self._meet = lambda: None  # it holds the group, which would then never be freed
+        return self._made
 
     @contextmanager
     def telling(self) -> Iterator[None]:

@@ -134,7 +134,8 @@ class ModuleHooks:
         self._handles: list[RemovableHandle] = []
         for name, module in _seen(unwrapped(model, compiled=False)):
             self._handles.append(module.register_forward_pre_hook(partial(self._begins, name), with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._ends, with_kwargs=True))
+            # Always: a module that raises has ended, too, and a program may go on.
+            self._handles.append(module.register_forward_hook(self._ends, with_kwargs=True, always_call=True))
 
     def current_module(self) -> str | None:
         return self._running[-1].module if self._running else None
@@ -150,12 +151,12 @@ class ModuleHooks:
         phase = "recompute" if in_backward else "forward"
         entry = Entry(phase, name, "", call=self._calls[phase, name], caller=self.current_module())
         self._calls[phase, name] += 1
+        self._running.append(entry)
         arguments = {**{str(place): argument for place, argument in enumerate(args)}, **kwargs}
         inputs = [leaf for path, argument in arguments.items() for leaf in tensors_in(argument, path)]
         self._add(entry, input=self._viewed(inputs), parameter=_own(module._parameters), buffer=_own(module._buffers))
         for path, tensor in inputs:
             self._watch(entry._replace(phase="backward", role="input", tensor=path), tensor, taker=name)
-        self._running.append(entry)
 
     def _ends(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         entry = self._running.pop()

@@ -46,15 +46,19 @@ def ledger(
     resume_from: the number of the first step, for a run that continues from a checkpoint. Appends to the ledger in `folder`, if any.
     rank: whose file it is; by default the rank in torch.distributed, or in the environment variable RANK.
     """
-    numbers = (("keep", keep, 0), ("optimizer_every", optimizer_every, 1), ("resume_from", resume_from or 0, 0), ("rank", rank or 0, 0))
+    numbers = (("keep", keep, 0), ("optimizer_every", optimizer_every, 1), ("resume_from", resume_from, 0), ("rank", rank, 0))
     for name, value, least in numbers:
+        if value is None and name in ("resume_from", "rank"):
+            continue
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name} must be a whole number >= {least}; got {value!r}")
     if isinstance(detail, str) or not (isinstance(detail, bool) or hasattr(detail, "__contains__")):
         raise TypeError(f"detail must be a range, a set or a list of steps, or True for all; got {detail!r}")
+    if not callable(view or len):
+        raise TypeError(f"view must be a function of a tensor, or None; got {view!r}")
     number = rank
     if number is None:
-        number = int(torch.distributed.get_rank()) if is_distributed() else int(os.environ.get("RANK", "0"))
+        number = int(torch.distributed.get_rank()) if is_distributed() else _from_environment("RANK") or 0
     file = LedgerFile(Path(folder) / f"rank-{number}.ledger", append=resume_from is not None)
     environment = {**process_environment(), "doctor": {finding.id: finding.found for finding in doctor()}}
     head = {"first_step": resume_from or 0, "rank": number, "world_size": _world_size(rank is not None), "environment": environment}
@@ -215,8 +219,15 @@ def _world_size(rank_is_given: bool) -> int | None:
     """None: ranks are numbered by hand, and nobody says how many there are."""
     if is_distributed():
         return int(torch.distributed.get_world_size())
-    size = os.environ.get("WORLD_SIZE")
-    return int(size) if size else None if rank_is_given or "RANK" in os.environ else 1
+    size = _from_environment("WORLD_SIZE")
+    return size if size else None if rank_is_given or "RANK" in os.environ else 1
+
+
+def _from_environment(variable: str) -> int | None:
+    text = os.environ.get(variable, "").strip()
+    if text and not text.isdecimal():
+        raise ValueError(f"the environment variable {variable} must be a whole number >= 0; got {text!r}")
+    return int(text) if text else None
 
 
 def _in_words(error: BaseException) -> str:

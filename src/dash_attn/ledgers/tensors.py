@@ -23,6 +23,11 @@ WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  
 
 def strided(path: str, tensor: Tensor) -> Iterable[Leaf]:
     """What holds the bits: sparse tensors are made of others, a DTensor has this rank's shard."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"view must give a tensor for each that it takes; got {type(tensor).__name__} for {path}")
+    if tensor.is_meta or tensor.is_quantized or tensor.is_nested:  # PyTorch would end the process, or raise without a name
+        kind = "on the meta device" if tensor.is_meta else "quantized" if tensor.is_quantized else "nested"
+        raise TypeError(f"the ledger takes tensors whose elements it can read; got one that is {kind} in {path}")
     if type(tensor) in PLAIN and tensor.layout is torch.strided:
         return ((path, tensor),)
     to_local = getattr(tensor.detach(), "to_local", None)
@@ -77,7 +82,7 @@ def _as_tensor(leaf: Any, name: str) -> Tensor:
     if isinstance(leaf, (float, complex)):
         return torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else torch.complex128)
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
-        return torch.from_numpy(np.array(leaf))
+        return torch.from_numpy(leaf.astype(leaf.dtype.newbyteorder("=")))
     if isinstance(leaf, np.generic):
         return _as_tensor(leaf.item(), name)
     allowed = "tensors, numpy arrays, numbers, texts, and lists, tuples, dicts and dataclasses of them"
@@ -91,6 +96,8 @@ def plain_name(name: str) -> str:
 
 def unwrapped(model: nn.Module, compiled: bool = True) -> nn.Module:
     """The model inside DistributedDataParallel, DataParallel and, with `compiled`, torch.compile."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module; got {type(model).__name__}")
     while True:
         inner = getattr(model, "_orig_mod", None) if compiled else None
         if inner is None and isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):

@@ -295,7 +295,7 @@ def check_mask(mask: Any) -> None:
         convert = ", as dash_attn.masks.from_block_mask makes of a BlockMask" if hasattr(mask, "mask_mod") else ""
         raise TypeError(
             f"mask must be a dash_attn mask ({MASKS}); got {mask_in_words(mask)}."
-            f" flash_attn_func also takes a boolean tensor or a BooleanMask{convert}"
+            f" flash_attn_func also takes a boolean tensor or a BooleanMask{convert}; flash_attn_varlen_func a list, one mask per sequence"
         )
 
 

@@ -147,7 +147,13 @@ def test_ranks_that_unshard_differently_are_told_in_what(found: Found) -> None:
     for rank, errors in enumerate(one["layout"]["errors"] for one in found):
         for name, fact in {"dtype of one": "the dtype", "rows of one": "sharding", "shape of one": "the sizes of other dimensions"}.items():
             assert f"rank 0 and rank {ODD} differ in {fact}" in errors[name]
-        assert ("unshard has no gradient" if rank == ODD else f"rank {ODD} refused this call") in errors["one refuses"]
+        refused = {"one refuses": "unshard has no gradient", "sparse on one": "x must be dense", "no values on one": "x must have values"}
+        for name, words in refused.items():
+            assert (words if rank == ODD else f"rank {ODD} refused this call") in errors[name]
+
+
+def test_threads_with_a_group_each_do_not_wait_for_each_other(found: Found) -> None:
+    assert [one["groups"]["two threads"] for one in found] == [["no error: torch.Size([1, 32])"] * 2] * RANKS
 
 
 def test_rows_that_cannot_be_dealt_are_refused(found: Found) -> None:

@@ -194,7 +194,9 @@ def test_wrong_numbers_of_adds_raise() -> None:
         backward(model, index)
         accumulator.add(model)
     backward(model, 2)
-    with pytest.raises(RuntimeError, match="rank 0 has added 2 of its 2 micro-batches, and cannot add 1 more; call finish"):
+    with pytest.raises(
+        RuntimeError, match="rank 0 has added 2 of its 2 micro-batches, and cannot add 1 more: call finish, or reset on all"
+    ):
         accumulator.add(model)
     with pytest.raises(RuntimeError, match="4 parameters of rank 0 have gradients that were not added"):
         accumulator.finish(model)
@@ -341,3 +343,13 @@ def test_wrong_arguments_raise() -> None:
 
 def test_every_field_that_must_agree_is_in_the_report() -> None:
     assert set(MUST_AGREE) <= set(Report._fields)
+
+
+def test_a_weight_that_no_message_holds_is_refused_where_it_is_given() -> None:
+    """Not in finish, on one rank, while the others wait. The control: the largest that is allowed."""
+    model, accumulator = mlp(), TreeAccumulator(1)
+    backward(model, 0)
+    with pytest.raises(ValueError, match=r"weight must be below 1,099,511,627,776, .* got 1099511627776"):
+        accumulator.add(model, weight=2**40)
+    accumulator.add(model, weight=2**40 - 1)
+    accumulator.finish(model)

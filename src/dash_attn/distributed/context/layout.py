@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from ...call.tensor_checks import check_strided
+from ...masks import is_whole
 from ...scheduling.ranks.sharding import Sharding
 from ..hosts import UNSHARD, Facts, agree
 from ..peers import Group, Peers
@@ -32,6 +34,9 @@ def unshard(x: Tensor, group: Group = None, dim: int = 1, *, sharding: str | Sha
 def _to_unshard(x: Tensor, dim: int, sharding: str | Sharding, peers: Peers) -> tuple[Sharding, Facts]:
     """The sharding that fits this rank's tensor, and what must be the same on every rank."""
     check_dim("x", x, dim)
+    check_strided(x=x)
+    if x.is_meta:
+        raise ValueError("x must have values to send; got a tensor on the meta device")
     if x.requires_grad and torch.is_grad_enabled():
         raise RuntimeError("unshard has no gradient, and this tensor requires one: call it under torch.no_grad(), or unshard x.detach()")
     chosen = sharding_of_rank(sharding, x.shape[dim], peers.count)
@@ -51,7 +56,7 @@ def positions(seq_len: int, group: Group = None, *, sharding: str | Sharding = "
 def check_dim(name: str, x: Tensor, dim: int) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
-    if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+    if not is_whole(dim) or not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim must be one of the {x.ndim} dimensions of {name}; got {dim!r}")
 
 

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from ...call.tensor_checks import check_flags
+from ...scheduling.json_fields import shortened
 from ...scheduling.problem import whole_number
 from ..hosts import FINISH, number_of, odd_rank
 from ..peers import Group, Peers
 from .buckets import Layout, Parameters, Presence, add, buckets_of, layout_of, reduce_bucket, take, trainable
 from .tree import CarryStack, share_of
+
+MOST_WEIGHT = 2**40  # of a micro-batch: a trillion tokens
 
 
 class TreeAccumulator:
@@ -56,6 +59,8 @@ class TreeAccumulator:
         """
         parameters = self._parameters(model)
         weight = whole_number("weight", weight, least=0)
+        if weight >= MOST_WEIGHT:
+            raise ValueError(f"weight must be below {MOST_WEIGHT:,}, so that ranks can add all weights; got {shortened(weight)}")
         self._check_room(1)
         if all(p.grad is None for p in parameters.values()):
             raise RuntimeError("no parameter has a gradient: call add once after the backward of each micro-batch")
@@ -93,7 +98,7 @@ class TreeAccumulator:
     def _check_room(self, count: int) -> None:
         if self._added + count > len(self.owned):
             done = f"rank {self._peers.rank} has added {self._added} of its {len(self.owned)} micro-batches"
-            raise RuntimeError(f"{done}, and cannot add {count} more; call finish before the next step")
+            raise RuntimeError(f"{done}, and cannot add {count} more: call finish, or reset on all ranks to give this step up")
 
     @torch.no_grad()
     def finish(self, model: nn.Module, divide: bool = True) -> None:

@@ -50,7 +50,8 @@ class Sharding:
         object.__setattr__(self, "owners", tuple(whole_number("the rank of a chunk", owner, least=0) for owner in self.owners))
         if not self.lengths or len(self.lengths) != len(self.owners):
             raise ValueError(f"a sharding has one rank per chunk; got {len(self.lengths)} lengths and {len(self.owners)} ranks")
-        if without := set(range(self.ranks)) - set(self.owners):
+        # Of more ranks than chunks, one below that number has none: no set of them all, however many are named.
+        if without := set(range(min(self.ranks, self.chunks))) - set(self.owners):
             raise ValueError(f"every rank needs a chunk; rank {min(without)} of {self.ranks} has none")
 
     @classmethod
@@ -89,7 +90,7 @@ class Sharding:
         if name not in SHARDINGS:
             raise ValueError(f"unknown sharding {name!r}; choose from {', '.join(SHARDINGS)}, or give a Sharding")
         if whole_number("ranks", ranks) > whole_number("rows", rows):  # before anything is made for each
-            raise ValueError(f"{rows:,} rows cannot be dealt to {ranks:,} ranks")
+            raise ValueError(f"{rows:,} row{'s' * (rows > 1)} cannot be dealt to {ranks:,} ranks")
         made: Sharding = getattr(cls, name)(rows, ranks)
         return made
 

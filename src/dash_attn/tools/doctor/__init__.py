@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from ...call.tensor_checks import check_flags
 from ...formats import DIAGNOSES
 from ..machine import Snapshot, installed_versions
 from .checks import CHECKS, SEVERITIES, Finding, backend_of, look
@@ -17,6 +18,7 @@ def doctor(show: bool = False) -> list[Finding]:
 
     Call it after all switches are set and before the first step. It changes nothing and does not initialise CUDA.
     """
+    check_flags(show=show)
     findings = examine(Snapshot())
     if show:
         print_findings(findings)
