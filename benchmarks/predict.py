@@ -6,6 +6,7 @@ Then, anywhere:   python -m benchmarks.predict compare FILE.json     adds the pr
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from itertools import product
@@ -59,4 +60,8 @@ def compare(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"measure": measure, "compare": compare}[sys.argv[1]](Path(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("step", choices=("measure", "compare"), help="measure needs a Hopper GPU; compare adds the predictions, anywhere")
+    parser.add_argument("file", type=Path, metavar="FILE.json")
+    asked = parser.parse_args()
+    (measure if asked.step == "measure" else compare)(asked.file)

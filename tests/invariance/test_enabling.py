@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from contextlib import suppress
 from typing import Any
@@ -118,3 +120,16 @@ def test_other_threads_have_the_same_bits() -> None:
         for thread in threads:
             thread.join()
     assert all(same_bits(rows, whole[:n]) for n, rows in found.items())
+
+
+def test_a_door_that_is_first_imported_inside_knows_pytorchs_own_functions() -> None:
+    """It watches models for attention of their own."""
+    pytest.importorskip("transformers")
+    code = (
+        "import torch; from dash_attn import invariance; own = torch.softmax\n"
+        "with invariance.enable():\n"
+        "    assert torch.softmax is not own\n"
+        "    from dash_attn.integrations._model_check import SOFTMAX\n"
+        "assert own in SOFTMAX"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from inspect import unwrap
 from types import FrameType
 from typing import Any
 
@@ -25,8 +26,9 @@ from ._layer_mask import NAME
 
 INTERFACE = {"ALL_ATTENTION_FUNCTIONS", "AttentionInterface"}
 OWN_ATTENTION = {"softmax", "scaled_dot_product_attention", "multi_head_attention_forward"}
-ATTENTION = (functional.scaled_dot_product_attention, functional.multi_head_attention_forward)
-SOFTMAX = (functional.softmax, torch.softmax, torch.Tensor.softmax, torch.special.softmax)
+# PyTorch's own, also where this is first imported inside a block that replaces them.
+ATTENTION = [unwrap(one) for one in (functional.scaled_dot_product_attention, functional.multi_head_attention_forward)]
+SOFTMAX = [unwrap(one) for one in (functional.softmax, torch.softmax, torch.Tensor.softmax, torch.special.softmax)]
 SCORES_NDIM = 4  # (batch, heads, queries, keys); in a layer that calls itself attention also (batch x heads, queries, keys)
 _watches = InThisThread()
 
