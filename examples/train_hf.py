@@ -1,6 +1,6 @@
 """Train a small Llama of Hugging Face transformers from scratch. Run it twice: the hashes agree.
 
-pip install 'dash-attn[hf]' && python examples/train_hf.py
+pip install '.[hf]' && python examples/train_hf.py    (both in the folder that has examples/)
 """
 
 from __future__ import annotations
