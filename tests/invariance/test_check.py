@@ -97,3 +97,5 @@ def test_models_of_transformers() -> None:
             assert bool(report.uncovered) == expected, str(report)
             norms = [finding for finding in report.findings if "Norm" in finding.kind]
             assert len(norms) >= 3
+            whole = [finding for finding in report.findings if finding.holds != "no" and finding.module in ("the model", "model")]
+            assert whole == [], "parts are told of, not the model that calls them"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..door import names_of, names_of_code
+from ..door import names_of_code
 from .enabling import enable
 from .products import way_of
 from .rows import ALIGNMENT, BLOCK, OF_NORMS, is_aligned, on_gpu
@@ -75,7 +75,7 @@ def _findings(name: str, module: nn.Module) -> Iterator[Finding]:
         yield Finding(name, kind, "by construction", "rows are looked up")
     elif isinstance(weight, Tensor) and weight.ndim == 2:
         yield Finding(name, kind, *_product(module, weight.t() if kind == "Conv1D" else weight))
-    elif names_of(type(module)) & OF_ROWS or isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+    elif _names_reached(type(module).forward, type(module), set()) & OF_ROWS or isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         yield Finding(name, kind, _proof(module), f"fewer than {OF_NORMS} rows are computed as {OF_NORMS}")
 
 
@@ -125,7 +125,7 @@ def _names_reached(function: Any, owner: type, seen: set[Any]) -> set[str]:
     found = names_of_code(function.__code__)
     if "ALL_ATTENTION_FUNCTIONS" in found:
         return found  # the others are attention that is not called
-    called = [vars(owner).get(name, function.__globals__.get(name)) for name in found]
+    called = [getattr(owner, name, function.__globals__.get(name)) for name in found]
     own = (inner for inner in called if isinstance(inner, FunctionType) and inner.__module__ == function.__module__)
     return found.union(*(_names_reached(inner, owner, seen) for inner in own))
 
