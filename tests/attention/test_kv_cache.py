@@ -148,7 +148,7 @@ def test_nothing_to_attend() -> None:
     )
     assert not out.any()
     assert torch.equal(lse, sinks[None, :, None].expand(2, 4, 3))
-    none = flash_attn_with_kvcache(q[:, :0], cache, cache, torch.ones(2, 1, 2, 16), torch.ones(2, 1, 2, 16), cache_seqlens=3)
+    none = flash_attn_with_kvcache(q[:, :0], cache, cache.clone(), torch.ones(2, 1, 2, 16), torch.ones(2, 1, 2, 16), cache_seqlens=3)
     assert none.shape == (2, 0, 4, 16)
     assert (cache[:, 3] == 1).all(), "keys are appended though nobody asks"
 
