@@ -146,6 +146,14 @@ def test_another_kind_of_file_is_told_which_kind_is_read(name: str, capsys: pyte
     assert f"--mask: a matrix is read from FILE.npy, as numpy.save writes it; got {name}" in capsys.readouterr().err
 
 
+def test_a_file_that_was_read_is_not_read_again() -> None:
+    asked = explore.read_question({"mask": "tree.npy"}, {"mask": "tree.npy"})
+    mask_files.read_mask_file(asked)
+    read = asked.mask
+    mask_files.read_mask_file(asked)
+    assert asked.mask is read
+
+
 def test_a_page_shows_the_file_that_the_command_was_started_with_and_no_other(here: Path) -> None:
     assert main(["explore", "--mask", "tree.npy", "--schedule", "auto", "--save", "page.html"]) == 0
     assert "--mask tree.npy --seqlen 640" in Path("page.html").read_text()

@@ -32,7 +32,9 @@ def is_file(mask: str) -> bool:
 def read_mask_file(arguments: argparse.Namespace) -> None:
     """In place of its name, where --mask is one. Lengths that were not given become those of the matrix. It has one element per token, or
     per tile if tile counts were given."""
-    if isinstance(arguments.mask, MaskFile) or not is_file(arguments.mask):
+    if isinstance(arguments.mask, MaskFile):  # was read before
+        return
+    if not is_file(arguments.mask):
         if set("./") & set(arguments.mask.partition(":")[0]):  # no mask has such a name
             raise ValueError(f"--mask: a matrix is read from FILE{ENDING}, as numpy.save writes it; got {arguments.mask}")
         return
