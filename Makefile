@@ -10,7 +10,7 @@ CHECK_KERNELS ?= 1
 
 .PHONY: demo test test-all check check-kernels format format-kernels pages docs kernels clean
 
-# PyTorch's CUDA builds ask for an older NVRTC than the wheel's, with which kernels are tested. Both work with either.
+# PyTorch's CUDA builds ask for an older NVRTC than the wheel's, with which kernels are tested. Without a GPU PyTorch does not use it.
 NVRTC_OF_WHEEL := $(shell sed -n 's/^NVRTC = "\([0-9.]*\)".*/\1/p' tools/build_with_kernels.py)
 
 $(VENV)/installed: pyproject.toml constraints-dev.txt tools/build_with_kernels.py
